@@ -21,6 +21,15 @@ from typing import Any, Final
 
 from tests.support.program import environment
 
+FEW_WORKERS: Final = {"RAY_prestart_worker_first_driver": "0"}
+"""Variables of a cluster that starts a worker when a task needs it, not one per CPU."""
+USUAL: Final[dict[str, Any]] = {
+    "num_cpus": 4,
+    "num_gpus": 2,
+    "resources": {"license": 2},
+    "accelerator_type": "A100",
+}
+"""Options of `init`; one Ray cluster serves all tests that use these."""
 LIMIT: Final = 180.0
 """Seconds to wait for an answer, on a machine that may be busy."""
 
@@ -41,6 +50,7 @@ class Cluster:
         self.variables = {
             "RAY_TMPDIR": self._place.name,
             "RAY_AUTH_MODE": "disabled",
+            **FEW_WORKERS,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.contract.clusters"],

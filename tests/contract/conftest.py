@@ -89,6 +89,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Skip cases that an engine cannot run; mark most cases with a service as slow."""
+    _sort_by_cluster(items)
     for item in items:
         spec = getattr(item, "callspec", None)
         engine = spec.params.get("address") if spec is not None else None
@@ -113,6 +114,19 @@ def pytest_collection_modifyitems(
                 item.add_marker(pytest.mark.slow)
 
 
+def _sort_by_cluster(items: list[pytest.Item]) -> None:
+    """Let cases of a file that want the same Ray cluster run one after the other."""
+    files = {path: number for number, path in enumerate(each.path for each in items)}
+
+    def place(item: pytest.Item) -> tuple[int, str]:
+        spec, mark = getattr(item, "callspec", None), item.get_closest_marker("aiogpu")
+        is_on_ray = spec is not None and spec.params.get("address") == "ray"
+        wants = sorted(mark.kwargs.items()) if is_on_ray and mark is not None else ""
+        return files[item.path], str(wants)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(params=ENGINES)
 def address(request: pytest.FixtureRequest) -> str:
     """The address of each engine."""
@@ -129,9 +143,11 @@ def ray_clusters() -> Iterator[None]:
     """Start a Ray cluster for each test that needs one."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
     from tests.contract import rayed
+    from tests.contract.clusters import FEW_WORKERS
 
-    # Ray reads this once in a process.
+    # Ray reads these once in a process.
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update(FEW_WORKERS)
     rayed.clusters = rayed.Clusters()
     yield
     rayed.clusters.close()

@@ -21,6 +21,7 @@ import aiogpu
 from aiogpu import errors
 from aiogpu.api.options import TaskOptions
 from tests.contract import gpu_tasks, option_tasks, setup_tasks, stream_tasks, tasks
+from tests.contract.clusters import USUAL
 from tests.contract.node_here import node_here
 from tests.contract.option_tasks import Actor, Grouped, TimedCoroutines
 from tests.support.errors import raises
@@ -29,14 +30,8 @@ from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("forked_zygotes"), pytest.mark.either_loop]
 
-CPUS, GPUS = 4, 2
-NODE: Final[dict[str, Any]] = {
-    "num_cpus": CPUS,
-    "num_gpus": GPUS,
-    "resources": {"license": 2},
-    "accelerator_type": "A100",
-}
-"""The same for all tests, so that one Ray cluster serves them all."""
+NODE: Final = USUAL
+CPUS, GPUS = NODE["num_cpus"], NODE["num_gpus"]
 
 
 class Place(NamedTuple):

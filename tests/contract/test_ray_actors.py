@@ -17,6 +17,7 @@ from aiogpu.client.current import current
 from tests.contract import handed_on
 from tests.contract import value_tasks as v
 from tests.contract.actor_classes import Counter
+from tests.contract.clusters import USUAL
 from tests.contract.let_go_tasks import Model
 from tests.contract.ray_actor_classes import (
     Adder,
@@ -38,12 +39,12 @@ pytestmark = [
     pytest.mark.usefixtures("rayed"),
 ]
 
-GPUS = 2
+GPUS = USUAL["num_gpus"]
 
 
 def node() -> Any:
     """Join the one cluster that serves the tests of Ray's own behaviour."""
-    return aiogpu.init(address="ray", num_cpus=4, num_gpus=GPUS)
+    return aiogpu.init(address="ray", **USUAL)
 
 
 async def gone(pid: int) -> bool:
@@ -219,6 +220,15 @@ async def test_a_threaded_actor_has_streams() -> None:
     async with node():
         actor = await ThreadGroups.remote()
         assert [number async for number in actor.numbers.remote()] == [1]
+
+
+async def test_the_end_of_a_block_waits_for_calls_in_threads(gate: Gate) -> None:
+    async with node():
+        async with ThreadGroups.remote() as actor:
+            calls = [actor.wait.remote(gate.path, name) for name in "ab"]
+            await gate.entered("a", "b")
+            asyncio.get_running_loop().call_soon(gate.release, "a", "b")
+        assert await asyncio.gather(*calls) == ["a", "b"]
 
 
 async def test_get_actor_finds_the_class_after_a_handle_has_come() -> None:

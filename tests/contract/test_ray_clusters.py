@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 import aiogpu
 from tests.contract import actor_classes, device_tasks
 from tests.contract.clusters import Cluster
+from tests.support import program
 
 pytestmark = [
     pytest.mark.ray,
@@ -119,6 +121,33 @@ async def test_resources_that_no_node_has_are_refused(joined, options):
     assert "1 x {CPU: 2}" in str(caught.value), caught.value
 
 
+BRINGING = """
+    import aiogpu
+
+    async def main():
+        env = {"working_dir": ".", "env_vars": {"AIOGPU_TEST_BROUGHT": "yes"}}
+        async with aiogpu.init(address="ray", runtime_env=env):
+            print(await brought.remote())
+
+    @aiogpu.remote
+    def brought():
+        import os
+        from pathlib import Path
+        return Path("data.txt").read_text(), os.environ["AIOGPU_TEST_BROUGHT"]
+
+    aiogpu.run(main())
+"""
+
+
+def test_a_runtime_env_goes_to_ray_as_it_is(cluster, tmp_path, monkeypatch):
+    (tmp_path / "data.txt").write_text("beside the program")
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    at = {"RAY_ADDRESS": cluster.address, **cluster.variables}
+    out = program.run(BRINGING, **at)
+    assert out.splitlines()[-1] == "('beside the program', 'yes')"
+
+
 async def seen(resource: str) -> None:
     """Wait until the program has seen a node with a resource; it looks every 2 s."""
     async with asyncio.timeout(60):
@@ -143,35 +172,6 @@ async def test_refusing_does_not_wait_for_the_cluster(joined, monkeypatch):
                 device_tasks.node.options(num_gpus=3).remote()
         finally:
             answered.set()
-
-
-async def test_calls_fail_when_their_only_node_has_left(
-    joined, gate, caplog, monkeypatch
-):
-    from aiogpu.engines.ray import engine
-
-    monkeypatch.setattr(engine, "GIVE_UP_AFTER", 3.0)
-    spot = f"spot{len(joined.nodes)}"
-    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
-    await seen(spot)
-    on_it = {"resources": {spot: 1}, "num_cpus": 0}
-    asking = device_tasks.gated_node.options(**on_it)
-    running = asking.remote(gate.path, "running")
-    await gate.entered("running")
-    waiting = [asking.remote(gate.path, "waiting") for _ in range(3)]
-    actor = actor_classes.Counter.options(**on_it).remote()
-    call = actor.add.remote(1)
-    await asyncio.to_thread(joined.kill, node)
-    for handle in (running, *waiting):
-        with pytest.raises(aiogpu.InfeasibleError, match=spot):
-            await handle
-    # Ray itself ends a call that was queued on the node that died.
-    with pytest.raises(aiogpu.ActorDiedError):
-        await call
-    assert caplog.text.count("gated_node asks for") == 1, caplog.text
-    assert "has left" in caplog.text
-    with pytest.raises(aiogpu.InfeasibleError, match=spot):
-        asking.remote(gate.path, "never")
 
 
 async def test_nodes_may_join_and_leave(joined, gate):

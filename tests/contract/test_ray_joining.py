@@ -72,6 +72,7 @@ GIVEN = {
     "memory": "1GiB",
     "memory_guard": False,
     "spill_directory": "/tmp",
+    "dashboard": True,
 }
 """Options that a cluster does not know, with values that are not the defaults."""
 OF_STARTS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import pytest
 import aiogpu
 from aiogpu import errors
 from tests.contract import tasks
-from tests.contract.clusters import Cluster
+from tests.contract.clusters import USUAL
 from tests.contract.ray_actor_classes import Adder, Grouped
-from tests.support import program
 
 pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
 
@@ -23,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
 @pytest.fixture
 async def ray(rayed: None) -> AsyncIterator[Any]:
     """Ray's own module, in a program that has joined a cluster by aiogpu."""
-    async with aiogpu.init(address="ray", num_cpus=4, num_gpus=2):
+    async with aiogpu.init(address="ray", **USUAL):
         yield importlib.import_module("ray")
 
 
@@ -51,43 +49,17 @@ async def test_plain_ray_calls_named_actors_of_aiogpu(ray: Any) -> None:
     assert await grouped.total.remote([]) == 0
 
 
-@aiogpu.remote
-def call_by_name(name: str) -> int:
-    """Call an actor of plain Ray from plain code of a task."""
-    return int(aiogpu.get(aiogpu.get_actor(name).add.remote(4)))
-
-
-async def test_aiogpu_calls_named_actors_of_plain_ray(ray: Any) -> None:
+async def test_named_actors_of_plain_ray_are_called_by_ray(ray: Any) -> None:
     class Plain:
-        def __init__(self) -> None:
-            self.sum = 0
+        def add(self, what: int) -> int:
+            return what + 1
 
-        def add(self, what: int, *, times: int = 1) -> int:
-            self.sum += what * times
-            return self.sum
-
-        def fail(self) -> None:
-            raise LookupError("of its own")
-
-        def bytes(self) -> bytes:
-            return bytes(1 << 20)
-
-    made = ray.remote(Plain).options(name="plain", namespace="aiogpu").remote()
-    found = await aiogpu.get_actor("plain")
-    await found
-    assert await found.add.remote(2, times=2) == 4
-    assert len(await found.bytes.remote()) == 1 << 20
-    assert await call_by_name.remote("plain") == 8
-    assert await asyncio.to_thread(lambda: ray.get(made.add.remote(1))) == 9
-    with pytest.raises(LookupError, match="of its own"):
-        await found.fail.remote()
-    with pytest.raises(errors.MisuseError, match="Await the handle"):
-        await found.add.remote(tasks.add.remote(1))
-    with pytest.raises(AttributeError, match="subtract"):
-        found.subtract.remote()
-    aiogpu.kill(found)
-    with pytest.raises(errors.ActorDiedError):
-        await found.add.remote(1)
+    options = {"name": "plain", "namespace": "aiogpu", "num_cpus": 0}
+    made = ray.remote(Plain).options(**options).remote()
+    told = r"plain Ray.*await ray\.get_actor\('plain', namespace='aiogpu'\)"
+    with pytest.raises(errors.ActorNameError, match=told):
+        await aiogpu.get_actor("plain")
+    assert await made.add.remote(1) == 2
 
 
 @aiogpu.remote(num_cpus=4)
@@ -124,37 +96,6 @@ async def test_a_missing_module_names_the_key_that_brings_it(ray: Any) -> None:
         assert key in told
 
 
-BRINGING = """
-    import aiogpu
-
-    async def main():
-        env = {"working_dir": ".", "env_vars": {"AIOGPU_TEST_BROUGHT": "yes"}}
-        async with aiogpu.init(address="ray", runtime_env=env):
-            print(await brought.remote())
-
-    @aiogpu.remote
-    def brought():
-        import os
-        from pathlib import Path
-        return Path("data.txt").read_text(), os.environ["AIOGPU_TEST_BROUGHT"]
-
-    aiogpu.run(main())
-"""
-
-
-@pytest.mark.usefixtures("in_no_cluster")
-def test_a_runtime_env_goes_to_ray_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "data.txt").write_text("beside the program")
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    with Cluster(num_cpus=2) as cluster:
-        at = {"RAY_ADDRESS": cluster.address, **cluster.variables}
-        monkeypatch.chdir(tmp_path)
-        out = program.run(BRINGING, **at)
-    assert out.splitlines()[-1] == "('beside the program', 'yes')"
-
-
 @pytest.mark.parametrize("address", ["local", "inline", "/nowhere", "auto"])
 async def test_a_runtime_env_is_refused_elsewhere(address: str) -> None:
     with pytest.raises(errors.OptionError, match=r"runtime_env.*address='ray'"):
@@ -165,7 +106,7 @@ async def test_gpu_memory_is_a_share_of_a_known_gpu(
     rayed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.contract.rayed.OF_PROGRAMS", ("gpu_memory",))
-    cluster = {"address": "ray", "num_cpus": 4, "num_gpus": 2}
+    cluster = {"address": "ray", **USUAL}
     six = tasks.where.options(gpu_memory="6GiB")
     async with aiogpu.init(**cluster):
         with pytest.raises(errors.OptionError, match=r"gpu_memory.*num_gpus=0\.5"):

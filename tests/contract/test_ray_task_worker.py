@@ -81,7 +81,7 @@ class Written:
 
 
 def inside(loop: asyncio.AbstractEventLoop) -> RayEngine:
-    return RayEngine.inside(NodeOptions(), loop)
+    return RayEngine(NodeOptions(), loop, is_in_task=True)
 
 
 @pytest.fixture

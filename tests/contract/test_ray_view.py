@@ -42,8 +42,8 @@ def node(name: str, **total: float) -> ClusterNode:
 
 def test_a_request_must_fit_one_node():
     nodes = [node("a", CPU=2, GPU=2), node("b", CPU=8, GPU=2)]
-    assert fits(nodes, amounts(GPU_1))
-    assert not fits(nodes, amounts(GPU_4))
+    assert fits(nodes[1], amounts(GPU_1))
+    assert not any(fits(each, amounts(GPU_4)) for each in nodes)
     assert room(nodes, amounts(GPU_1)) == 4
 
 
@@ -89,11 +89,11 @@ def test_a_task_asks_the_cluster_only_for_what_fits_no_known_node(
 
     monkeypatch.setattr(ray_cluster, "nodes_and_growth", answer)
     overview = Overview(is_in_task=True)
-    overview.check_request("f", SMALL)
-    overview.check_request("f", SMALL)
+    overview.check("f", SMALL)
+    overview.check("f", SMALL)
     assert len(asked) == 1
     with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
-        overview.check_request("f", WIDE)
+        overview.check("f", WIDE)
     assert len(asked) == 2
 
 
@@ -105,7 +105,18 @@ def test_a_program_never_asks_the_cluster_for_a_request(
 
     monkeypatch.setattr(ray_cluster, "nodes_and_growth", refuse)
     with pytest.raises(InfeasibleError):
-        Overview(is_in_task=False).check_request("f", WIDE)
+        Overview(is_in_task=False).check("f", WIDE)
+
+
+def test_bundles_may_be_met_by_several_nodes():
+    overview = Overview(is_in_task=False)
+    overview.nodes = [node("a", CPU=4), node("b", CPU=4)]
+    overview.check("f", WIDE, on_one_node=False)
+    with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
+        overview.check("f", WIDE)
+    del overview.nodes[0]
+    with pytest.raises(InfeasibleError, match=r"which its nodes cannot.*1 x \{CPU: 4"):
+        overview.check("f", WIDE, on_one_node=False)
 
 
 def test_memory_is_a_share_of_a_gpu_whose_memory_is_known():

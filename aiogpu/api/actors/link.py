@@ -70,16 +70,10 @@ def interface_in(func: FunctionSpec) -> ActorInterface:
     """
     assert func.actor is not None, func
     interface = func.actor.interface
-    return as_interface(
-        load_result(interface) if type(interface) is bytes else interface
+    return cast(
+        "ActorInterface",
+        load_result(interface) if type(interface) is bytes else interface,
     )
-
-
-def as_interface(interface: object) -> ActorInterface:
-    """Return an interface, or make the one of a class that only Ray knows."""
-    if isinstance(interface, type):
-        return ActorInterface(interface)
-    return cast("ActorInterface", interface)
 
 
 def check_late_call(interface: ActorInterface, name: str) -> None:
@@ -609,7 +603,7 @@ class WorkerActorLink(LinkBase):
     ) -> WorkerActorLink:
         hold = client_of_process().own(actor)
         known = _links.get(actor)
-        return known or cls(class_name, hold, as_interface(load_result(interface)))
+        return known or cls(class_name, hold, load_result(interface))
 
     async def html(self, title: str) -> str:
         """Return the handle's text for a notebook: a task does not ask the node."""

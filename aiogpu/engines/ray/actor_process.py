@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction, signature
-from itertools import count
 from typing import Any, Final, NoReturn
 
 from aiogpu.client.current import (
@@ -108,7 +107,6 @@ class PlainActorProcess(ActorProcess):
     """An actor whose methods are plain: one at a time, or each in a thread."""
 
     def __init__(self, code: RemoteCode, *arguments: Any) -> None:
-        self._leaving = count(1)
         super().__init__(code, arguments)
         self._is_threaded = len(code.limits) > 1
 
@@ -146,10 +144,10 @@ class PlainActorProcess(ActorProcess):
         finally:
             items.close()
 
-    def aiogpu_leave(self, groups: int) -> None:
-        """End after the calls sent before; each concurrency group gets a message."""
-        if next(self._leaving) >= groups:
-            _leave_now()
+    def aiogpu_leave(self, sent: Sequence[Ref]) -> None:
+        """End after the caller's calls; see `AsyncActorProcess.aiogpu_leave`."""
+        cluster.wait_for_all(sent)
+        _leave_now()
 
 
 class AsyncActorProcess(ActorProcess):

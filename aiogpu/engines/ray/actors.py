@@ -7,7 +7,7 @@ that fails shows the end of an actor's process, or that its constructor has fail
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,44 +16,28 @@ from weakref import WeakValueDictionary
 
 from aiogpu.client.function_spec import FunctionSpec, placeholder_func
 from aiogpu.core.scheduler.placement_groups import REMOVED
-from aiogpu.engines.ray import actor_process, cluster, values
+from aiogpu.engines.ray import cluster, values
+from aiogpu.engines.ray.actor_process import encode_call
 from aiogpu.engines.ray.calls import Calls, PendingCall, Stream
 from aiogpu.engines.ray.cluster import Handle
 from aiogpu.engines.ray.resources import METHODS_GROUP, stream_options
-from aiogpu.engines.ray.values import FOREIGN, Terms, actor_death, window_of
-from aiogpu.errors import ActorDiedError, MisuseError, NodeError
+from aiogpu.engines.ray.values import Terms, actor_death, window_of
+from aiogpu.errors import ActorDiedError, ActorNameError, MisuseError, NodeError
 from aiogpu.runtime.actors.actor import died, leaving, name_taken
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.serialization.exceptions import pack_own_error
-from aiogpu.serialization.references import PickledValue, add_reference
-from aiogpu.serialization.serializer import (
-    dump_result,
-    dump_whole,
-    load_arguments,
-    load_result,
-)
-from aiogpu.wire.messages import (
-    AFTER_ALL,
-    AGAIN,
-    ASYNC,
-    DEFAULT_GROUP,
-    ENDED,
-    LOST,
-    READY,
-    THREADED,
-    Failed,
-)
+from aiogpu.serialization.references import add_reference
+from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_whole, load_result
+from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.model.request import PlacementGroupSpec, Request
 
 # One actor
 
 LOOK_AGAIN: Final = 0.05
 """Seconds between two queries of an actor that restarts, or that was killed."""
-NONE: Final = dump_whole(None)
-"""The payload of None."""
 
 
 class _Answer(NamedTuple):
@@ -71,7 +55,8 @@ class RayActor:
     """One actor; see `ActorPort`.
 
     Attributes:
-        reference: Ray's handle, its class, and the terms of its calls.
+        reference: Ray's handle, and the terms of its calls.
+        func: its class, as far as this client knows it.
         actors: all actors of this client.
         is_made_here: it ends with this program at the latest.
         end: why it takes no calls, as far as this process knows.
@@ -80,11 +65,12 @@ class RayActor:
     """
 
     reference: values.ActorReference
+    func: FunctionSpec
     actors: RayActors
     is_made_here: bool = False
-    end: Failed | None = None
+    end: wire.Failed | None = None
     is_gone: bool = False
-    _leaves: list[Any] = field(default_factory=list)
+    _leaving: Any = None
     _watchers: list[int] = field(default_factory=list)
     _methods: dict[tuple[str, int, int], Callable[..., Any]] = field(
         default_factory=dict
@@ -97,12 +83,6 @@ class RayActor:
     def id(self) -> int:
         """The actor's number, the same in all processes."""
         return self.reference.id
-
-    @property
-    def func(self) -> FunctionSpec:
-        """Its class, as far as this process knows it."""
-        assert self.reference.func is not None, self
-        return self.reference.func
 
     @property
     def name(self) -> str:
@@ -126,13 +106,8 @@ class RayActor:
         if self.end is not None:
             calls.end(number, self.end)
         else:
-            send = self._send_foreign if self._mode == FOREIGN else self._send
-            calls.when_ready(number, payload, partial(send, number, method))
+            calls.when_ready(number, payload, partial(self._send, number, method))
         return number
-
-    @property
-    def _mode(self) -> str:
-        return self.reference.terms.mode
 
     def _new_call(self, receiver: Receiver, **attributes: Any) -> PendingCall:
         self.actors.engine.check_open()
@@ -153,11 +128,11 @@ class RayActor:
         remote = self._methods.get((method, returns, window))
         if remote is None:
             remote = self._method(method, returns, window)
-        is_async = self._mode == ASYNC
+        is_async = self.reference.terms.mode == wire.ASYNC
         if len(arguments) == 1:
-            made = remote(actor_process.encode_call(method.encode(), arguments[0]))
+            made = remote(encode_call(method.encode(), arguments[0]))
         else:
-            made = remote(actor_process.encode_call(method.encode()), *arguments)
+            made = remote(encode_call(method.encode()), *arguments)
         if window:
             Stream(calls, number, made, window, may_be_cancelled=is_async)
             return
@@ -165,13 +140,13 @@ class RayActor:
         # cancelled: it hung after 30 pairs of calls, with the first of each cancelled
         # at once.
         call.goes_on = not is_async
-        calls.watch(number, made if returns > 1 else (made,))
+        calls.watch(number, made)
 
     def _method(self, method: str, returns: int, window: int) -> Callable[..., Any]:
         """Return Ray's remote function for a method, from a cache."""
         options = stream_options(window) if window else {}
-        if self._mode == THREADED:
-            group = self.reference.terms.groups.get(method, DEFAULT_GROUP)
+        if self.reference.terms.mode == wire.THREADED:
+            group = self.reference.terms.groups.get(method, wire.DEFAULT_GROUP)
             options["concurrency_group"] = group or METHODS_GROUP
         if returns > 1:
             options["num_returns"] = returns
@@ -183,55 +158,53 @@ class RayActor:
         self._methods[method, returns, window] = remote
         return remote
 
-    def _send_foreign(
-        self, number: int, method: str, arguments: tuple[Any, ...]
-    ) -> None:
-        """Call a method of an actor that a plain Ray program has made."""
-        calls = self._calls
-        head, _, returns, *needs = *arguments, (), 0
-        payload = values.from_arguments(head)
-        if needs[2:] or returns or getattr(payload, "holds", ()):
-            text = (
-                f"{self.name} was made by Ray, not by aiogpu: it takes and returns "
-                f"plain values. Await the handle, and pass its value."
-            )
-            calls.end(number, MisuseError(text))
-            return
-        args, kwargs = load_arguments(payload)
-        call = calls.live[number]
-        call.goes_on, call.convert = True, _pack_foreign
-        made = getattr(self.reference.handle, method).remote(*args, **kwargs)
-        calls.watch(number, (made,))
-
     # Begin and end
 
     def ask(self, query: str, receiver: Receiver) -> int:
         """Settle a receiver with the answer to a query; see `ActorPort.ask`."""
-        if query == LOST:
+        if query == wire.LOST:
             return self._await_loss(receiver)
-        if query == READY:
-            self._await_ready(receiver)
-        elif query == ENDED:
-            self._await_end(receiver)
-        else:
+        if query == wire.CAPACITY:
             room = self.actors.engine.room_for(self.func)
             receiver.settle(dump_whole((room, str(self.func.spec.shape.request))))
+        elif query == wire.READY and self.end is not None:
+            receiver.settle(self.end)
+        elif query == wire.ENDED and self.is_gone:
+            receiver.settle(NONE_PAYLOAD)
+        else:
+            self._ask_process(query, receiver)
         return 0
 
-    def _await_ready(self, receiver: Receiver) -> None:
-        """Settle a receiver when the constructor has returned or failed."""
-        if self.end is not None:
-            receiver.settle(self.end)
-        else:
-            self._ask(partial(self._note_ready, receiver))
+    def _ask_process(self, query: str, receiver: Receiver) -> None:
+        """Ask whether the constructor has returned, or wait for the process to leave.
 
-    def _note_ready(self, receiver: Receiver, answer: Any) -> None:
-        """Ask again if the query was lost with a process that Ray replaces."""
-        if isinstance(answer, ActorDiedError) and answer.is_restarting:
-            self._later(self._await_ready, receiver)
-        else:
-            is_failure = isinstance(answer, Failed | Exception)
-            receiver.settle(answer if is_failure else NONE)
+        Ray answers when the process has ended, too.
+        """
+        note = _Answer(partial(self._note, query, receiver))
+        number = self._calls.begin(self._new_call(note, goes_on=True))
+        ref = self._leaving or self.reference.handle.aiogpu_ready.remote()
+        self._calls.watch(number, ref)
+
+    def _note(self, query: str, receiver: Receiver, answer: Any) -> None:
+        has_failed = isinstance(answer, wire.Failed | Exception)
+        is_restarting = isinstance(answer, ActorDiedError) and answer.is_restarting
+        if query == wire.READY and not is_restarting:
+            receiver.settle(answer if has_failed else NONE_PAYLOAD)
+        elif query == wire.ENDED and has_failed:
+            if self._leaving is not None:
+                left = died(self.name, "its `async with` block was left.")
+                self.end = pack_own_error(left)
+            receiver.settle(NONE_PAYLOAD)
+        elif query == wire.ENDED and self.end is None:
+            self._await_loss(receiver)
+        else:  # it restarts; or it was killed, and Ray has still to do it
+            self._calls.loop.call_later(LOOK_AGAIN, self._ask_again, query, receiver)
+
+    def _ask_again(self, query: str, receiver: Receiver) -> None:
+        try:
+            self.ask(query, receiver)
+        except NodeError as error:
+            receiver.settle(error)
 
     def _await_loss(self, receiver: Receiver) -> int:
         """Settle a receiver when the process is lost, which a failed call shows."""
@@ -244,45 +217,7 @@ class RayActor:
     def _note_loss(self) -> None:
         watchers, self._watchers = self._watchers, []
         for number in watchers:
-            self._calls.end(number, NONE)
-
-    def _await_end(self, receiver: Receiver) -> None:
-        """Settle a receiver when Ray reports that the actor's process has ended."""
-        if self.is_gone:
-            receiver.settle(NONE)
-        else:
-            self._ask(partial(self._note_end, receiver), self._leaves)
-
-    def _note_end(self, receiver: Receiver, answer: Any) -> None:
-        if isinstance(answer, Failed | Exception):
-            if self._leaves:
-                error = died(self.name, "its `async with` block was left.")
-                self.end = pack_own_error(error)
-            receiver.settle(NONE)
-        elif self.end is not None:  # it was killed, and Ray has still to do it
-            self._later(self._await_end, receiver)
-        else:
-            self._await_loss(receiver)
-
-    def _ask(
-        self, note: Callable[[Any], object], refs: list[Any] | None = None
-    ) -> None:
-        """Query whether the constructor has returned; or wait for the objects."""
-        handle = self.reference.handle
-        if self._mode == FOREIGN:
-            note(NONE)  # Ray's own actors have no such query
-            return
-        number = self._calls.begin(self._new_call(_Answer(note), goes_on=True))
-        self._calls.watch(number, refs or [handle.aiogpu_ready.remote()])
-
-    def _later(self, ask: Callable[[Receiver], None], receiver: Receiver) -> None:
-        def again() -> None:
-            try:
-                ask(receiver)
-            except NodeError as error:
-                receiver.settle(error)
-
-        self._calls.loop.call_later(LOOK_AGAIN, again)
+            self._calls.end(number, NONE_PAYLOAD)
 
     def kill(self, *, may_restart: bool) -> None:
         """End its process at once."""
@@ -290,7 +225,7 @@ class RayActor:
             return
         if not may_restart:
             killed = ActorDiedError(f"{self.name} was killed.", self.name)
-            self.end, self._leaves = pack_own_error(killed), []
+            self.end, self._leaving = pack_own_error(killed), None
         cluster.kill(self.reference.handle, no_restart=not may_restart)
         self._note_loss()
 
@@ -298,38 +233,19 @@ class RayActor:
         """End the actor after the calls sent before."""
         if self.end is not None:
             return
-        handle, mode = self.reference.handle, self._mode
         self.end = pack_own_error(leaving(self.name))
-        if mode == FOREIGN:
-            self._leaves = [handle.__ray_terminate__.remote()]
-        elif mode == ASYNC:
-            sent = self._calls.sent_to(self.id)
-            self._leaves = [handle.aiogpu_leave.remote(sent)]
-        else:
-            limits = self.reference.terms.limits if mode == THREADED else ("",)
-            self._leaves = [
-                handle.aiogpu_leave.options(
-                    concurrency_group=(group or METHODS_GROUP)
-                    if mode == THREADED
-                    else None
-                ).remote(len(limits))
-                for group in limits
-            ]
+        sent = self._calls.sent_to(self.id)
+        self._leaving = self.reference.handle.aiogpu_leave.remote(sent)
         self._note_loss()
 
-    def evict(self, error: Exception) -> None:
-        """End the actor at once, because of an error; fail its calls."""
-        self.lose(pack_own_error(actor_death(self.name, error)))
-        cluster.kill(self.reference.handle)
-
-    def lose(self, failed: Failed) -> None:
+    def lose(self, failed: wire.Failed) -> None:
         """Note that the actor is gone, and why; Ray gets no further message."""
-        self.end, self.is_gone, self._leaves = failed, True, []
+        self.end, self.is_gone, self._leaving = failed, True, None
         self._note_loss()
 
-    def _explain(self, outcome: Failed | Exception) -> Failed | Exception:
+    def _explain(self, outcome: wire.Failed | Exception) -> wire.Failed | Exception:
         """Return why a call has failed, and note what this shows about the actor."""
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, wire.Failed):
             if outcome.task == self.id and not self.is_gone:
                 self.lose(outcome)  # its constructor has failed
                 cluster.kill(self.reference.handle)
@@ -338,11 +254,6 @@ class RayActor:
         else:
             return outcome
         return self.end if self.is_gone and self.end is not None else outcome
-
-
-def _pack_foreign(value: Any, _ref: object) -> bytes:
-    payload = dump_result(value)
-    return values.pack(payload) if isinstance(payload, PickledValue) else payload
 
 
 # All actors
@@ -354,14 +265,14 @@ class ActorsEngine(Protocol):
     def check_open(self) -> None:
         """Raise `NodeError` if the cluster has gone."""
 
-    def check_actor(self, func: FunctionSpec) -> None:
-        """Check that the cluster can make actors of a class; see `Engine.submit`."""
+    def admit(self, func: FunctionSpec) -> Request:
+        """Check that the cluster can run a function or class; see `Engine.submit`."""
 
-    def needs_lookup(self, func: FunctionSpec) -> bool:
-        """Return whether the placement group of a class must be looked up."""
+    def needs_group(self, func: FunctionSpec) -> bool:
+        """Return whether the placement group of a class is still to be found."""
 
-    async def look_up_group(self, func: FunctionSpec) -> None:
-        """Look the placement group of a class up."""
+    async def find_group(self, func: FunctionSpec) -> None:
+        """Wait until the placement group of a class is found."""
 
     def new_actor(
         self, func: FunctionSpec, key: tuple[str, str] | None, arguments: Any
@@ -386,9 +297,7 @@ class RayActors:
         self.calls = calls
         self.engine = engine
         self._actors: WeakValueDictionary[int, RayActor] = WeakValueDictionary()
-        # The last request for each name; a later one waits for it.
-        self._making: WeakValueDictionary[tuple[str, str], asyncio.Task[RayActor]]
-        self._making = WeakValueDictionary()
+        self._naming = asyncio.Lock()  # requests for a name keep their order
 
     def create(
         self,
@@ -400,78 +309,76 @@ class RayActors:
     ) -> RayActor | asyncio.Future[RayActor]:
         """Create an actor, or find it by its name; see `ActorsPort.create`."""
         assert not public, "Ray chooses the ids"
-        self.engine.check_actor(func)
-        if key is not None or self.engine.needs_lookup(func):
-            before = None if key is None else self._making.get(key)
-            made = self._find_or_make(func, payload, key, get_if_exists, before)
-            making = self.calls.loop.create_task(made)
-            if key is not None:
-                self._making[key] = making
-            return making
+        self.engine.admit(func)
+        if key is not None or self.engine.needs_group(func):
+            made = self._create_later(func, payload, key, get_if_exists)
+            return self.calls.loop.create_task(made)
         arguments = values.to_arguments(payload)
         return self._note_new(func, self.engine.new_actor(func, None, arguments))
 
-    async def _find_or_make(
+    async def _create_later(
         self,
         func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None,
         get_if_exists: bool,
-        before: asyncio.Task[RayActor] | None,
     ) -> RayActor:
         """Make an actor after queries of the cluster, which must not block the loop."""
         try:
-            await self.engine.look_up_group(func)
+            await self.engine.find_group(func)
         except Exception as error:
             raise actor_death(func.spec.name, error) from error
-        found = None if key is None else await self._find(key, before)
-        if found is None:
-            arguments = values.to_arguments(payload)
-            make = partial(self.engine.new_actor, func, key, arguments)
-            try:
-                return self._note_new(func, await cluster.in_thread(make))
-            except ValueError:  # another process was faster
-                found = None if key is None else await self._find(key)
-                if found is None:
-                    raise
+        arguments = values.to_arguments(payload)
+        make = partial(self.engine.new_actor, func, key, arguments)
+        if key is None:
+            return self._note_new(func, make())
+        async with self._naming:
+            found = await self._find(key)
+            if found is None:
+                try:
+                    return self._note_new(func, await cluster.in_thread(make))
+                except ValueError:  # another process was faster
+                    found = await self._find(key)
+                    if found is None:
+                        raise
         if not get_if_exists:
-            raise name_taken("" if key is None else key[1])
+            raise name_taken(key[1])
         return found
 
     def _note_new(self, func: FunctionSpec, handle: Handle) -> RayActor:
-        assert func.actor is not None, func
-        terms = Terms(func.actor.mode, dict(func.actor.limits), dict(func.actor.groups))
-        actor = self._note(values.refer_to(handle, terms), func)
+        actor = self._note(values.refer_to(handle, _terms_of(func)), func)
         actor.is_made_here = not func.spec.is_detached
         return actor
 
     def _note(self, reference: values.ActorReference, func: FunctionSpec) -> RayActor:
-        known = None if reference.func is None else reference.func.actor
-        if known is None or known.interface is None:
-            reference.func = func  # it has more facts than a received handle
         actor = self._actors.get(reference.id)
         if actor is None:
-            actor = self._actors[reference.id] = RayActor(reference, self)
+            actor = self._actors[reference.id] = RayActor(reference, func, self)
+        elif actor.func.actor is None or actor.func.actor.interface is None:
+            actor.func = func  # it has more facts than a received handle
         return actor
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RayActor | None]:
         """Find a living actor by its name, by a query of the cluster."""
         self.engine.check_open()
-        return self.calls.loop.create_task(self._find(key, self._making.get(key)))
+        return self.calls.loop.create_task(self._find_in_turn(key))
 
-    async def _find(
-        self, key: tuple[str, str], before: asyncio.Task[RayActor] | None = None
-    ) -> RayActor | None:
-        if before is not None:
-            await asyncio.wait([before])
+    async def _find_in_turn(self, key: tuple[str, str]) -> RayActor | None:
+        async with self._naming:
+            return await self._find(key)
+
+    async def _find(self, key: tuple[str, str]) -> RayActor | None:
         namespace, name = key
         handle, described = await cluster.ask(partial(_look_up, name, namespace))
         if handle is None:
             return None
-        if described is None:  # an actor that a plain Ray program has made
-            methods = cluster.method_names(handle)
-            func = placeholder_func(name, type(name, (), dict.fromkeys(methods, _stub)))
-            return self._note(values.refer_to(handle, Terms(FOREIGN)), func)
+        if described is None:
+            raise ActorNameError(
+                f"the actor named {name!r} was made by plain Ray, and aiogpu has no "
+                f"handle for it. Call it by Ray: `await ray.get_actor({name!r}, "
+                f"namespace={namespace or cluster.NAMESPACE!r}).method.remote()`; in a "
+                f"plain task `ray.get(...)`."
+            )
         class_name, interface, terms = load_result(described)
         func = placeholder_func(class_name, interface)
         return self._note(values.refer_to(handle, Terms(*terms)), func)
@@ -515,10 +422,10 @@ class RayActors:
         """End an actor; see `ActorsPort.stop`."""
         with suppress(NodeError):
             self.engine.check_open()
-            if how == AFTER_ALL:
+            if how == wire.AFTER_ALL:
                 self.held(actor).leave()
             else:
-                self.held(actor).kill(may_restart=how == AGAIN)
+                self.held(actor).kill(may_restart=how == wire.AGAIN)
 
     def evict(self, group: PlacementGroupSpec) -> None:
         """Note that the actors of a placement group end, since it is removed."""
@@ -528,7 +435,7 @@ class RayActors:
                 gone = removed(group.name, actor.name, REMOVED)
                 actor.lose(pack_own_error(actor_death(actor.name, gone)))
 
-    def lose(self, failed: Failed) -> None:
+    def lose(self, failed: wire.Failed) -> None:
         """Note that the cluster has gone: fail all calls without a message to Ray."""
         for actor in list(self._actors.values()):
             actor.lose(failed)
@@ -549,16 +456,14 @@ def _look_up(name: str, namespace: str) -> tuple[Handle | None, bytes | None]:
     return handle, cluster.load_bytes(f"{values.number_of(cluster.actor_id(handle))}")
 
 
-def _stub(self: object, *_args: Any, **_kwargs: Any) -> Any:
-    """Stand for a method whose parameters are not known here."""
+def _terms_of(func: FunctionSpec) -> Terms:
+    assert func.actor is not None, func
+    return Terms(func.actor.mode, dict(func.actor.groups))
 
 
 def describe(func: FunctionSpec, handle: Handle) -> None:
     """Store what another process needs to know of a named actor."""
     assert func.actor is not None, func
-    terms: tuple[str, Mapping[str, int], Mapping[str, str]]
-    terms = func.actor.mode, dict(func.actor.limits), dict(func.actor.groups)
-    described = func.spec.name, func.actor.packed_interface(), terms
-    cluster.store_bytes(
-        f"{values.number_of(cluster.actor_id(handle))}", dump_whole(described)
-    )
+    terms = tuple(_terms_of(func))
+    described = dump_whole((func.spec.name, func.actor.packed_interface(), terms))
+    cluster.store_bytes(f"{values.number_of(cluster.actor_id(handle))}", described)

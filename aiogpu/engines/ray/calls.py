@@ -1,8 +1,7 @@
 """The calls of one client on the cluster, their streams, and the values that it shares.
 
-Ray reports each object in one of its threads. Objects that have arrived before the
-client's event loop runs are delivered together, so many outcomes wake the loop once.
-Everything else here runs on this loop: a program's own, or that of a thread in a task.
+Ray reports each object in one of its threads. Everything else here runs on the client's
+event loop: a program's own, or that of a thread in a task.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -22,9 +21,7 @@ from aiogpu.engines.ray import cluster, values
 from aiogpu.engines.ray.cluster import Ref
 from aiogpu.engines.ray.resources import step_of
 from aiogpu.errors import InfeasibleError, TaskCancelledError
-from aiogpu.observe.why import Why
 from aiogpu.runtime.pending_tasks import settle
-from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.messages import Failed
 
@@ -141,14 +138,11 @@ class PendingCall:
         grace: for a task, seconds from its cancel to the end of its process.
         goes_on: it cannot be stopped, even if its answer is not needed.
         explain: returns the failure behind an error of Ray's, if it is known.
-        convert: makes the payload of a received value.
         refs: the objects that it produces; empty until it is sent, and for a stream.
         stream: takes its items once it is sent; None if it is no stream.
-        sending: looks its placement group up before it is sent.
         found: received values, by the index of their object.
         timer: ends its timeout or its grace period.
         results: shared values for its results.
-        unfit_since: the loop's time at which no node fitted it any more; 0.0 for never.
     """
 
     name: str
@@ -160,14 +154,16 @@ class PendingCall:
     grace: float = 0.0
     goes_on: bool = False
     explain: Callable[[Failed | Exception], Failed | Exception] | None = None
-    convert: Callable[[Any, Ref], bytes] = values.from_stored
     refs: Sequence[Ref] = ()
     stream: Stream | None = None
-    sending: asyncio.Task[None] | None = None
     found: dict[int, Any] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     results: list[values.SharedValue] = field(default_factory=list)
-    unfit_since: float = 0.0
+
+    @property
+    def requested(self) -> dict[str, float]:
+        """Its resources by name."""
+        return {} if self.request is None else self.request.as_numbers()
 
     @property
     def is_sent(self) -> bool:
@@ -208,7 +204,7 @@ class PendingCall:
             if isinstance(failure, Failed | Exception):
                 settle(receiver, failure)
                 return
-        parts = tuple(map(self.convert, received, self.refs))
+        parts = tuple(map(values.from_stored, received, self.refs))
         if len(parts) == 1:
             receiver.settle(parts[0])
         else:
@@ -237,17 +233,19 @@ class Calls:
         self.idle = asyncio.Event()
         self.loop = loop
         self.canceller = Canceller()
-        self._arrived: deque[Callable[[], object]] = deque()
-        self._is_posted = False
 
     def __repr__(self) -> str:
         return f"<Calls {len(self.live)} live, {len(self.ending)} ending>"
 
     # Sending
 
+    def new_number(self) -> int:
+        """Return a number for a call or a placement."""
+        return next(_numbers)
+
     def begin(self, call: PendingCall) -> int:
         """Register a call; return its number."""
-        number = next(_numbers)
+        number = self.new_number()
         self.live[number] = call
         return number
 
@@ -271,8 +269,8 @@ class Calls:
                 value.add_callback(partial(self.when_ready, number, payload, send))
                 return
         for value in needs:
-            if value.failed is not None:
-                self.end(number, value.failed)
+            if isinstance(value.content, Failed):
+                self.end(number, value.content)
                 return
         if number not in self.live:
             return
@@ -281,8 +279,9 @@ class Calls:
         except ValueError as error:  # such as what no bundle of a placement can hold
             self.end(number, InfeasibleError(f"{self.live[number].name}: {error}"))
 
-    def watch(self, number: int, refs: Sequence[Ref]) -> None:
-        """Register the objects of a sent call, and wait for all of them."""
+    def watch(self, number: int, made: Ref | list[Ref]) -> None:
+        """Register the object or objects of a sent call, and wait for all of them."""
+        refs = made if isinstance(made, list) else [made]
         call = self.live[number]
         call.refs = refs
         for value in call.results:
@@ -310,19 +309,8 @@ class Calls:
 
     def _arrive(self, number: int, index: int, received: Any) -> None:
         """Receive an object's value, in one of Ray's threads."""
-        self._arrived.append(partial(self._take, number, index, received))
-        if self._is_posted:
-            return
-        self._is_posted = True
-        try:
-            self.loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:
-            self._arrived.clear()  # the loop is closed: no receiver waits
-
-    def _deliver(self) -> None:
-        self._is_posted = False
-        while self._arrived:
-            self._arrived.popleft()()
+        with suppress(RuntimeError):  # the loop is closed: no receiver waits
+            self.loop.call_soon_threadsafe(self._take, number, index, received)
 
     def _take(self, number: int, index: int, received: Any) -> None:
         call = self.live.get(number) or self.ending.get(number)
@@ -401,36 +389,8 @@ class Calls:
         for number in list(self.ending):
             self._kill(number)
 
-    def revoke(self, number: int, error: Exception) -> None:
-        """Stop a call with an error; calls that are sent later fail with it too."""
-        call = self.live.get(number)
-        for value in () if call is None else call.results:
-            value.revoke(pack_own_error(error))
-        self.cancel(number, error)
-
-    def why(self, number: int) -> Why | None:
-        """Return the state of a call, as far as Ray reports it."""
-        call = self.live.get(number)
-        if call is None:
-            return None
-        request = {} if call.request is None else call.request.as_numbers()
-        seconds = self.loop.time() - call.since
-        if call.is_sent:
-            is_held = call.stream is not None and call.stream.is_held
-            notes = (HELD,) if is_held else ()
-            within = f"in {call.group}" if call.group is not None else ""
-            notes = (*notes, within) if within else notes
-            return Why(call.name, number, "sent", seconds, request, notes=notes)
-        unsent = ("calls that are still to be sent",)
-        return Why(
-            call.name, number, "expecting", seconds, request, children=unsent, count=1
-        )
-
 
 # Streams
-
-HELD: Final = "it runs, and waits for its consumer to take items"
-"""Note of `why` for a stream at its limit."""
 
 
 class Stream:
@@ -516,7 +476,7 @@ class Stream:
         receiver = self._call.receiver
         if receiver is not None:
             self._taken += 1
-            items = (self._call.convert(item, ref),)
+            items = (values.from_stored(item, ref),)
             cast("ItemReceiver", receiver).receive_items(items)
 
 
@@ -603,13 +563,11 @@ class RayValues:
         Calls that were already sent with it still get it.
         """
         error = TaskCancelledError("one of several results was cancelled.")
-        self._run(value.revoke, pack_own_error(error))
+        self._run(value.set_outcome, error)
 
     def put(self, payload: bytes) -> values.SharedValue:
         """Store a value."""
-        value = values.SharedValue()
-        value.set_outcome(payload)
-        return value
+        return values.SharedValue(content=payload)
 
     def fetch(self, identity: int, receiver: Any) -> int:
         """Request a value; return the number of the request."""
@@ -625,17 +583,16 @@ class RayValues:
         def fetch() -> None:
             if number not in calls.live:
                 return
-            outcome = value.failed or value.payload
-            if outcome is not None:
-                calls.end(number, outcome)
+            if value.is_here:
+                calls.end(number, value.content)
             else:
-                calls.watch(number, (value.as_ref(),))
+                calls.watch(number, value.content)
 
-        if value.ref is not None and value.payload is None:
-            fetch()  # code that waits for it now gives its CPUs back
-        else:
+        if value.is_here or value.is_pending:
             # Later: the caller must first record the number.
             calls.loop.call_soon(value.add_callback, fetch)
+        else:
+            fetch()  # code that waits for it now gives its CPUs back
         return number
 
     def discard(self, identity: int) -> None:

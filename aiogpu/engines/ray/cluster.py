@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,16 +25,8 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group
 from ray.util import scheduling_strategies as strategies
 
-from aiogpu.accelerators.types import AWS_NEURON_CORE
-from aiogpu.core.model.units import TYPE_PREFIX
 from aiogpu.engines.base import CLIENT, NodeOptions, no_client
-from aiogpu.errors import (
-    DeviceError,
-    NodeDiedError,
-    NodeError,
-    NodeStartError,
-    OptionError,
-)
+from aiogpu.errors import NodeDiedError, NodeError, NodeStartError, OptionError
 
 __all__ = ["exceptions"]
 T = TypeVar("T")
@@ -44,8 +37,6 @@ Handle = Any
 
 NAMESPACE: Final = "aiogpu"
 """Ray's namespace for actors that were named without one, and for stored bytes."""
-NEURON_CORES: Final = "neuron_cores"
-"""Ray's name, and aiogpu's, for the cores of AWS Neuron."""
 OLDEST: Final = (2, 52)
 """The oldest release that calls an actor's `close` when its last handle goes."""
 ANSWER_LIMIT: Final = 15.0
@@ -153,11 +144,6 @@ def is_cancelled() -> bool:
 def actor_id(handle: Handle) -> str:
     """Return the id of an actor, in hexadecimal."""
     return str(handle._actor_id.hex())
-
-
-def method_names(handle: Handle) -> tuple[str, ...]:
-    """Return the names of an actor's methods, as Ray knows them."""
-    return tuple(name for name in dir(handle) if not name.startswith("_"))
 
 
 def find_actor(name: str, namespace: str) -> Handle | None:
@@ -280,8 +266,6 @@ def names_node_types(status: bytes | None) -> bool:
     return any(name != f"node_{node}" for node, name in types.items())
 
 
-total_resources: Final = ray.cluster_resources
-"""Return all resources of the cluster by name."""
 free_resources: Final = ray.available_resources
 """Return the free amount of each resource; Ray omits resources with nothing free."""
 
@@ -376,23 +360,10 @@ def is_client() -> bool:
 
 
 def connect(options: Mapping[str, Any]) -> None:
-    """Join a cluster, or start one; see `ray.init`, whose options these are.
-
-    Raises:
-        DeviceError: more GPUs are requested than this process may use.
-    """
-    options = dict(options)
-    if NEURON_CORES in options.get("resources", {}):  # Ray does not detect their type
-        of_type = {TYPE_PREFIX + AWS_NEURON_CORE: 1.0}
-        options["resources"] = of_type | options["resources"]
+    """Join a cluster, or start one; see `ray.init`, whose options these are."""
     if options.get("address") == "local":
-        options["include_dashboard"] = False
-    try:
-        ray.init(namespace=NAMESPACE, logging_level="warning", **options)
-    except ValueError as error:
-        if "CUDA_VISIBLE_DEVICES" not in str(error):
-            raise
-        raise DeviceError(f"num_gpus={options.get('num_gpus')}: {error}") from error
+        options = {"include_dashboard": False, **options}
+    ray.init(namespace=NAMESPACE, logging_level="warning", **options)
 
 
 leave: Final = ray.shutdown
@@ -457,31 +428,29 @@ PORT_HINT: Final = (
 )
 
 
-class _Membership:
-    """One stay in a cluster, in a thread that lasts as long.
+class _Turns:
+    """The thread that joins and leaves clusters, one call after the other.
 
     Ray's servers end with the thread that has started them.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.joined: Future[None] = Future()
-        self.left: Future[None] = Future()
-        self._is_over = Event()
-        for future in (self.joined, self.left):
-            future.set_running_or_notify_cancel()
-        Thread(
-            target=self._stay, args=(options,), name="aiogpu-ray", daemon=True
-        ).start()
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: Thread | None = None
 
-    def _stay(self, options: Mapping[str, Any]) -> None:
-        _run(partial(connect, options), self.joined)
-        self._is_over.wait()
-        _run(leave, self.left)
+    def run(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call after those before."""
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()
+        if self._thread is None or not self._thread.is_alive():  # as in a fork
+            self._thread = Thread(target=self._work, name="aiogpu-ray", daemon=True)
+            self._thread.start()
+        self._calls.put(partial(_run, call, result))
+        return result
 
-    def end(self) -> Future[None]:
-        """Leave the cluster; the future is done once it was left."""
-        self._is_over.set()
-        return self.left
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()
 
 
 class RayConnection:
@@ -492,10 +461,10 @@ class RayConnection:
 
     def __init__(self) -> None:
         self._users: set[object] = set()
-        self._options: dict[str, Any] = {}  # by which the cluster was joined or started
-        self._membership: _Membership | None = None  # None: the user's own `ray.init`
+        self._options: Mapping[str, Any] = {}  # by which the cluster was joined
+        self._turns = _Turns()
+        self._is_own = False  # False for the user's own `ray.init`
         self._pid = 0  # differs in a fork
-        self._left: Future[None] | None = None  # the departure from the last cluster
 
     def __repr__(self) -> str:
         return f"<RayConnection with {len(self._users)} users>"
@@ -516,19 +485,29 @@ class RayConnection:
         is_started = bool(given)
         if options.runtime_env is not None:
             given["runtime_env"] = dict(options.runtime_env)
-        await self._await_departure()
-        if is_connected():
+        if await self._has_joined():
             self._check_existing(given)
         else:
             at = "" if is_started or ":" not in named else named
             if at:
                 await check_reachable(at, REACH_LIMIT)
-            more = {"address": "local"} if is_started else {}
-            more["log_to_driver"] = options.log_to_driver  # type: ignore[assignment]
+            place = {"address": "local"} if is_started else {}
+            more = {**place, "log_to_driver": options.log_to_driver}
             await self._join({**given, **more}, at)
             self._options = given
         self._users.add(user)
         self._pid = os.getpid()
+
+    async def _has_joined(self) -> bool:
+        """Return whether this process is in a cluster, once it has left the last."""
+        try:
+            async with asyncio.timeout(LEAVE_LIMIT):
+                return await asyncio.wrap_future(self._turns.run(is_connected))
+        except TimeoutError as error:
+            raise NodeError(
+                f"init(address='ray'): Ray has not left the lost cluster within "
+                f"{LEAVE_LIMIT:g} s; restart the program."
+            ) from error
 
     def _check_existing(self, given: Mapping[str, Any]) -> None:
         """Check that the existing connection of this process can be used."""
@@ -548,12 +527,13 @@ class RayConnection:
             )
 
     async def _join(self, options: Mapping[str, Any], at: str) -> None:
-        self._membership = membership = _Membership(options)
+        self._is_own = True
         where = f"at {at}" if at else "on this machine"
         hint = PORT_HINT if at else ""
+        joined = self._turns.run(partial(connect, options))
         try:
             async with asyncio.timeout(JOIN_LIMIT if at else None):
-                await asyncio.wrap_future(membership.joined)
+                await asyncio.wrap_future(joined)
         except TimeoutError as error:
             self._leave()
             raise NodeError(
@@ -567,9 +547,8 @@ class RayConnection:
                 f"init(address='ray'): no cluster could be joined or started {where}: "
                 f"{type(error).__name__}: {error}.{hint}"
             ) from error
-        except BaseException:
-            # Wait for the end of the start: a partial start would leave processes.
-            await asyncio.wait([asyncio.wrap_future(self._leave())])
+        except asyncio.CancelledError:
+            await _end(self._leave())
             raise
 
     def lose(self, user: object) -> None:
@@ -579,19 +558,12 @@ class RayConnection:
 
     async def close(self, user: object) -> None:
         """Leave the cluster if this is its last user and aiogpu has connected it."""
-        if not self._is_last(user):
-            return
-        leaving = asyncio.wrap_future(self._leave())
-        try:
-            await asyncio.shield(leaving)
-        except asyncio.CancelledError:
-            # Wait for the end: a partial shutdown would leave processes behind.
-            await asyncio.wait([leaving])
-            raise
+        if self._is_last(user):
+            await _end(self._leave())
 
     def close_now(self, user: object) -> None:
         """Leave the cluster at the interpreter's exit, even if it has other users."""
-        if user in self._users and self._membership and self._pid == os.getpid():
+        if user in self._users and self._is_own and self._pid == os.getpid():
             self._leave().result()
 
     def _is_last(self, user: object) -> bool:
@@ -599,26 +571,24 @@ class RayConnection:
         if user not in self._users or self._pid != os.getpid():
             return False
         self._users.remove(user)
-        return not self._users and self._membership is not None
+        return not self._users and self._is_own
 
     def _leave(self) -> Future[None]:
-        membership, self._membership, self._options = self._membership, None, {}
-        assert membership is not None, self
-        self._left = membership.end()
-        return self._left
+        self._is_own, self._options = False, {}
+        return self._turns.run(leave)
 
-    async def _await_departure(self) -> None:
-        """Wait until the last cluster was left: a process can be in one only."""
-        if self._left is None:
-            return
-        leaving = asyncio.wrap_future(self._left)
-        await asyncio.wait([leaving], timeout=LEAVE_LIMIT)
-        if not leaving.done():
-            raise NodeError(
-                f"init(address='ray'): Ray has not left the lost cluster within "
-                f"{LEAVE_LIMIT:g} s; restart the program."
-            )
-        self._left = None
+
+async def _end(leaving: Future[None]) -> None:
+    """Wait until a cluster was left, even if this is cancelled.
+
+    Otherwise processes would be left behind.
+    """
+    left = asyncio.wrap_future(leaving)
+    try:
+        await asyncio.shield(left)
+    except asyncio.CancelledError:
+        await asyncio.wait([left])
+        raise
 
 
 connection: Final = RayConnection()

@@ -2,17 +2,17 @@
 
 Requests go to Ray at once, and outcomes come back by `Calls`. This module adds features
 that Ray lacks: a dropped handle cancels its task on the cluster, a timeout counts from
-`.remote()`, and infeasible requests are refused.
+`.remote()`, and requests that no node can meet are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.model.request import (
     STRICT_PACK,
@@ -21,26 +21,14 @@ from aiogpu.core.model.request import (
     PlacementGroupSpec,
     Request,
 )
-from aiogpu.core.model.text import span
-from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.ray import cluster, values
+from aiogpu.engines.ray import cluster, resources, values
 from aiogpu.engines.ray.actor_process import process_class
 from aiogpu.engines.ray.actors import RayActors, describe
 from aiogpu.engines.ray.calls import Calls, PendingCall, RayValues, Stream
 from aiogpu.engines.ray.cluster import Handle, connection
 from aiogpu.engines.ray.process import RemoteCode, make_runner
-from aiogpu.engines.ray.resources import (
-    Overview,
-    actor_options,
-    bundle_of,
-    check_possible,
-    public_resources,
-    refuse,
-    task_options,
-    with_gpu_share,
-)
 from aiogpu.errors import (
     InfeasibleError,
     MisuseError,
@@ -63,25 +51,32 @@ if TYPE_CHECKING:
     from aiogpu.runtime.callers.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue
 
-_log: Final = logging.getLogger(__name__)
-
 LOOK_INTERVAL: Final = 2.0
 """Seconds between two checks of the cluster's head and its nodes."""
 LOST_AFTER: Final = 30.0
 """Seconds without a head after which the cluster counts as lost; a restarted head is
 back by then. Ray ends the program after 60 s, and leaving takes up to 20 s."""
-GIVE_UP_AFTER: Final = 300.0
-"""Seconds without a fitting node after which the waiting tasks fail."""
 CACHED: Final = 1024
 """Cached remote functions and groups; evicted functions are registered at Ray again."""
+NOT_TOLD: Final = "it was sent to Ray, and `ray list tasks` shows whether it runs"
+"""The reason of each call in `status`."""
 
 
-class _Group(NamedTuple):
-    """A placement group that this program has requested and not removed."""
+@dataclass(eq=False)
+class _Placement:
+    """A placement that this program has requested and not removed.
+
+    Attributes:
+        spec: its bundles.
+        receiver: is settled once Ray holds all bundles.
+        group: makes Ray's placement group.
+        is_placed: Ray holds all bundles.
+    """
 
     spec: PlacementGroupSpec
     receiver: Receiver
-    creation: asyncio.Task[None]
+    group: asyncio.Task[Any]
+    is_placed: bool = False
 
 
 class RayEngine:
@@ -108,24 +103,19 @@ class RayEngine:
     ) -> None:
         self.calls = Calls(loop)
         self.remote_values = RayValues(self.calls)
-        self.overview = Overview(is_in_task=is_in_task)
+        self.overview = resources.Overview(is_in_task=is_in_task)
         self.lost: str | None = None
         self._loop = loop
         self._options = options
-        self._own: dict[int, _Group] = {}
-        self._groups: dict[str, Any] = {}  # Ray's placement groups, by key
+        self._own: dict[int, _Placement] = {}
+        self._groups: dict[str, asyncio.Future[Any]] = {}  # of Ray's, by key
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.actors = RayActors(self.calls, self)
         self._function = lru_cache(CACHED)(self._new_function)
         self._class = lru_cache(CACHED)(self._new_class)
         self._is_open = is_in_task
         self._is_hasty = self._is_head_missed = False
-        self._watch_task: asyncio.Task[None] | None = None
         self._mark = object()  # marks functions that were checked
-
-    @classmethod
-    def inside(cls, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> RayEngine:
-        """Make the engine of a process that Ray has started."""
-        return cls(options, loop, is_in_task=True)
 
     def __repr__(self) -> str:
         return f"<RayEngine {self.calls!r}>"
@@ -139,6 +129,13 @@ class RayEngine:
         """Return 0: Ray chooses the ids; see `Engine.promise_actor`."""
         return 0
 
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine until it ends, or the engine is closed."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     # Opening and watching
 
     async def open(self) -> None:
@@ -149,7 +146,7 @@ class RayEngine:
         except BaseException:
             await connection.close(self)
             raise
-        self._watch_task = self._loop.create_task(self._watch(cluster.head_address()))
+        self._start(self._watch(cluster.head_address()))
         self._is_open = True
 
     async def _watch(self, head: str) -> None:
@@ -166,48 +163,12 @@ class RayEngine:
                 seen = self._loop.time()
                 if await self.overview.look(LOOK_INTERVAL):
                     self._mark = object()
-                self._give_up_unfit()
             except NodeDiedError:
                 pass  # the next check of the head shows whether it has gone
             except NodeError:
                 self._is_head_missed = True
             await asyncio.sleep(LOOK_INTERVAL)
-        self._watch_task = None
         self._lose()
-
-    def _give_up_unfit(self) -> None:
-        """Warn about calls that no longer fit a node, and fail them after a while.
-
-        Ray lets them wait silently. A node often comes back, for example after a
-        restart.
-        """
-        now, warned = self._loop.time(), set()
-        for number, call in list(self.calls.live.items()):
-            request = call.request
-            if request is None or self.overview.may_run(request):
-                call.unfit_since = 0.0
-            elif not call.unfit_since:
-                call.unfit_since = now
-                if (call.name, request) not in warned:
-                    warned.add((call.name, request))
-                    _log.warning(
-                        "%s asks for %s, and the last node of the Ray cluster that "
-                        "could give it has left. It fails after %g s unless such a "
-                        "node joins.",
-                        call.name,
-                        request,
-                        GIVE_UP_AFTER,
-                    )
-            elif now - call.unfit_since >= GIVE_UP_AFTER:
-                error = InfeasibleError(
-                    f"{call.name} asks for {request}, and no node of this Ray cluster "
-                    f"could give it for {GIVE_UP_AFTER:g} s, since the last one that "
-                    f"could has left. Ask for less, or add a node."
-                )
-                if call.actor:
-                    self.actors.held(call.actor).evict(error)
-                else:
-                    self.calls.revoke(number, error)
 
     def _lose(self) -> None:
         """Fail all calls: none of them will ever end."""
@@ -223,7 +184,7 @@ class RayEngine:
         for number in list(self.calls.live):
             self.calls.end(number, NodeDiedError(message))
         self.calls.ending.clear()
-        self._fail_groups(error)
+        self._fail_placements(error)
         connection.lose(self)
 
     def check_open(self) -> None:
@@ -250,7 +211,7 @@ class RayEngine:
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
-        request = self._admit(func)
+        request = self.admit(func)
         spec, calls = func.spec, self.calls
         call = PendingCall(
             name=spec.name,
@@ -264,17 +225,16 @@ class RayEngine:
         )
         number = calls.begin(call)
         if spec.timeout is not None:
-            late = partial(calls.revoke, number, _too_late(spec))
+            late = partial(calls.cancel, number, _too_late(spec))
             call.timer = self._loop.call_later(spec.timeout, late)
         send = partial(self._send, number, func)
-        if self.needs_lookup(func):
-            later = self._send_in_group(number, func, payload, send)
-            call.sending = self._loop.create_task(later)
+        if self.needs_group(func):
+            self._start(self._send_in_group(number, func, payload, send))
         else:
             calls.when_ready(number, payload, send)
         return number
 
-    def _admit(self, func: FunctionSpec) -> Request:
+    def admit(self, func: FunctionSpec) -> Request:
         """Check a function once for all its calls; return its request for Ray.
 
         Raises:
@@ -284,45 +244,47 @@ class RayEngine:
         """
         request = func.spec.shape.request
         if request.gpu_memory:
-            request = with_gpu_share(request, self._options.gpu_memory)
+            request = resources.with_gpu_share(request, self._options.gpu_memory)
         if func.checked_by is not self._mark:
             self.check_open()
-            check_possible(func, self._options.gpu_memory)
-            self.overview.check_request(func.spec.name, request)
+            resources.check_possible(func, self._options.gpu_memory)
+            self.overview.check(func.spec.name, request)
             func.checked_by = self._mark
         return request
 
     def _code(self, func: FunctionSpec) -> RemoteCode:
-        resources = func.resources
+        given = func.resources
         if func.spec.shape.request.gpu_memory:
-            resources = self._admit(func).as_numbers()
+            given = self.admit(func).as_numbers()
         options = NodeOptions(gpu_memory=self._options.gpu_memory)
-        inside = partial(RayEngine.inside, options)
-        return RemoteCode(func, resources, self.overview.kinds, inside)
+        make_engine = partial(RayEngine, options, is_in_task=True)
+        return RemoteCode(func, given, make_engine)
 
     def _new_function(self, func: FunctionSpec) -> Any:
         """Make Ray's remote function for a function."""
         run = make_runner(self._code(func), is_stream=bool(func.window))
-        request = self._admit(func)
-        return cluster.remote(run, self._in_group(task_options(func, request), request))
+        request = self.admit(func)
+        return cluster.remote(
+            run, self._in_group(resources.task_options(func, request), request)
+        )
 
     def _send(
         self, number: int, func: FunctionSpec, arguments: tuple[Any, ...]
     ) -> None:
         function = self._function(func)
+        if len(arguments) > 2 and arguments[2] > 1:
+            function = function.options(num_returns=arguments[2])
+        made = function.remote(*arguments)
         if func.window:
-            Stream(self.calls, number, function.remote(*arguments), func.window)
-        elif len(arguments) > 2 and arguments[2] > 1:
-            refs = function.options(num_returns=arguments[2]).remote(*arguments)
-            self.calls.watch(number, refs)
+            Stream(self.calls, number, made, func.window)
         else:
-            self.calls.watch(number, (function.remote(*arguments),))
+            self.calls.watch(number, made)
 
     async def _send_in_group(
         self, number: int, func: FunctionSpec, payload: bytes, send: Any
     ) -> None:
         try:
-            await self.look_up_group(func)
+            await self.find_group(func)
         except Exception as error:  # noqa: BLE001 - reported as the outcome of the call
             self.calls.end(number, error)
         else:
@@ -335,7 +297,7 @@ class RayEngine:
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
         self.calls.cancel(task)
-        self._remove_group(task)
+        self._remove_placement(task)
 
     def end_children(self) -> None:
         """Stop the children of an ended task; calls of actors go on."""
@@ -346,16 +308,12 @@ class RayEngine:
 
     # Actors
 
-    def check_actor(self, func: FunctionSpec) -> None:
-        """Check that the cluster can make actors of a class; raises like `submit`."""
-        self._admit(func)
-
     def _new_class(self, func: FunctionSpec) -> Any:
         """Make Ray's actor class for a class."""
         assert func.actor is not None, func
         methods = tuple(getattr(func.actor.interface, "methods", ()))
-        request = self._admit(func)
-        options = self._in_group(actor_options(func, request, None), request)
+        request = self.admit(func)
+        options = self._in_group(resources.actor_options(func, request, None), request)
         return cluster.remote(process_class(func.actor.mode, methods), options)
 
     def new_actor(
@@ -392,69 +350,54 @@ class RayEngine:
             )
         self.check_open()
         if func.spec.priority:
-            refuse(func.spec, "priority")
+            resources.refuse(spec.name, "priority")
         if any(bundle.gpu_memory for bundle in spec.bundles):
-            refuse(func.spec, "gpu_memory")
-        self._check_group(spec)
-        call = PendingCall(spec.name, receiver, self._loop.time(), goes_on=True)
-        call.convert = _pack_nothing
-        number = self.calls.begin(call)
-        task = self._loop.create_task(self._create_group(number, spec))
-        self._own[number] = _Group(spec, receiver, task)
-        return number
-
-    def _check_group(self, spec: PlacementGroupSpec) -> None:
-        overview = self.overview
-        bundles = [Request(each.scalars, each.devices) for each in spec.bundles]
-        for bundle in bundles:
-            overview.check_request(f"a bundle of {spec.name}", bundle)
-        if spec.strategy == STRICT_PACK:
-            whole = spec.request()
-            scalars = {
-                name: TYPE_SHARE if name.startswith(TYPE_PREFIX) else parts
-                for name, parts in whole.scalars
-            }
-            together = Request.of(scalars, dict(whole.devices))
-            overview.check_request(f"{spec.name}, packed strictly,", together)
-        overview.check_together(spec.name, bundles)
-        nodes = len(overview.nodes)
-        if (
-            spec.strategy == STRICT_SPREAD
-            and len(bundles) > nodes
-            and not overview.grows
-        ):
-            raise InfeasibleError(
-                f"{spec.name} asks for {len(bundles)} bundles, each on a machine of "
-                f"its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
-                f"use strategy='SPREAD'."
-            )
-
-    async def _create_group(self, number: int, spec: PlacementGroupSpec) -> None:
-        bundles = [bundle_of(bundle) for bundle in spec.bundles]
+            resources.refuse(spec.name, "gpu_memory")
+        self._check_placement(spec)
+        bundles = [resources.bundle_of(bundle) for bundle in spec.bundles]
         create = partial(
             cluster.create_placement_group, bundles, spec.strategy, spec.key
         )
-        try:
-            group = await cluster.in_thread(create)
-        except Exception as error:  # noqa: BLE001 - reported as the outcome
-            self.calls.end(number, values.outcome_of(spec.name, error))
-            return
-        if number not in self._own:  # removed meanwhile
-            cluster.remove_placement_group(group)
-            return
-        self._groups[spec.key] = group
-        if number in self.calls.live:
-            self.calls.watch(number, (group.ready(),))
+        group = self._groups[spec.key] = self._start(cluster.in_thread(create))
+        number = self.calls.new_number()
+        own = self._own[number] = _Placement(spec, receiver, group)
+        self._start(self._await_placed(own))
+        return number
 
-    def _remove_group(self, number: int) -> None:
-        """Remove a group that this program has requested; ignore other numbers.
+    def _check_placement(self, spec: PlacementGroupSpec) -> None:
+        overview, count = self.overview, len(spec.bundles)
+        for bundle in spec.bundles:
+            overview.check(f"a bundle of {spec.name}", bundle)
+        packed = spec.strategy == STRICT_PACK
+        together = f"{spec.name}, all {count} bundles together,"
+        overview.check(together, spec.request(), on_one_node=packed)
+        nodes = len(overview.nodes)
+        if spec.strategy == STRICT_SPREAD and count > nodes and not overview.grows:
+            raise InfeasibleError(
+                f"{spec.name} asks for {count} bundles, each on a machine of its own "
+                f"(STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or use "
+                f"strategy='SPREAD'."
+            )
+
+    async def _await_placed(self, own: _Placement) -> None:
+        try:
+            await (await asyncio.shield(own.group)).ready()
+        except Exception as error:  # noqa: BLE001 - reported as the outcome
+            self._groups.pop(own.spec.key, None)
+            own.receiver.settle(values.outcome_of(own.spec.name, error))
+        else:
+            own.is_placed = True
+            own.receiver.settle(b"")
+
+    def _remove_placement(self, number: int) -> None:
+        """Remove a placement of this program; ignore other numbers.
 
         Ray ends all tasks and actors in it at once.
         """
         own = self._own.pop(number, None)
         if own is None:
             return
-        group = self._groups.pop(own.spec.key, None)
+        self._groups.pop(own.spec.key, None)
         # Ray ends the processes by an exception, which the tasks would report.
         self.actors.evict(own.spec)
         for other, call in list(self.calls.live.items()):
@@ -463,16 +406,18 @@ class RayEngine:
                 if call.actor:
                     gone = values.actor_death(call.name, gone)
                 self.calls.cancel(other, gone)
-        if group is not None:
-            cluster.remove_placement_group(group)
+        own.group.add_done_callback(_remove_group)
 
-    def needs_lookup(self, func: FunctionSpec) -> bool:
-        """Return whether the group of a function was not looked up yet."""
+    def needs_group(self, func: FunctionSpec) -> bool:
+        """Return whether the group of a function is still to be made or found."""
         within = func.spec.shape.request.placement_group
-        return isinstance(within, BundleRef) and within.key not in self._groups
+        if not isinstance(within, BundleRef):
+            return False
+        group = self._groups.get(within.key)
+        return group is None or not group.done()
 
-    async def look_up_group(self, func: FunctionSpec) -> None:
-        """Look the group of a function up, by a query of the cluster.
+    async def find_group(self, func: FunctionSpec) -> None:
+        """Wait until the group of a function is made, or find it on the cluster.
 
         Raises:
             PlacementRemovedError: the group was removed.
@@ -480,33 +425,33 @@ class RayEngine:
         within = func.spec.shape.request.placement_group
         if not isinstance(within, BundleRef):
             return
-        creations = [
-            own.creation for own in self._own.values() if own.spec.key == within.key
-        ]
-        if creations:
-            await asyncio.wait(creations)
         group = self._groups.get(within.key)
         if group is None:
-            group = await cluster.ask(partial(cluster.find_placement_group, within.key))
-            if group is None:
+            find = partial(cluster.find_placement_group, within.key)
+            found = await cluster.ask(find)
+            if found is None:
                 raise removed(within.name, func.spec.name, UNKNOWN)
             if len(self._groups) >= CACHED:
-                own = {each.spec.key for each in self._own.values()}
-                self._groups = {k: g for k, g in self._groups.items() if k in own}
-            self._groups[within.key] = group
+                self._groups.pop(next(iter(self._groups)))
+            group = self._groups[within.key] = self._loop.create_future()
+            group.set_result(found)
+        await asyncio.wait([group])
+        failure = group.exception()
+        if failure is not None:
+            raise removed(within.name, func.spec.name, UNKNOWN) from failure
 
     def _in_group(self, options: dict[str, Any], request: Request) -> dict[str, Any]:
         """Return Ray's options with the bundle in which the task runs."""
         within = request.placement_group
         if not isinstance(within, BundleRef):
             return options
-        strategy = cluster.in_bundle(self._groups[within.key], within.bundle)
+        group = self._groups[within.key].result()
+        strategy = cluster.in_bundle(group, within.bundle)
         return {**options, "scheduling_strategy": strategy}
 
-    def _fail_groups(self, error: Exception) -> None:
-        for number, own in self._own.items():
-            if number not in self.calls.live:
-                own.receiver.settle(error)
+    def _fail_placements(self, error: Exception) -> None:
+        for own in self._own.values():
+            own.receiver.settle(error)
 
     # Queries
 
@@ -514,52 +459,66 @@ class RayEngine:
         """Return all resources by name."""
         self._check_answering()
         await self.overview.look()
-        return public_resources(await cluster.ask(cluster.total_resources))
+        return resources.public_resources(self.overview.total())
 
     async def available(self) -> dict[str, float]:
         """Return the free amount of each resource."""
-        return await self._free(await self.total())
-
-    async def _free(self, total: Mapping[str, float]) -> dict[str, float]:
-        free = public_resources(await cluster.ask(cluster.free_resources))
+        total = await self.total()
+        free = resources.public_resources(await cluster.ask(cluster.free_resources))
         return dict.fromkeys(total, 0.0) | free
 
     async def status(self) -> NodeStatus:
-        """Return the cluster's resources, and this program's calls.
+        """Return the cluster's resources and nodes, and this program's calls.
 
-        For tasks that wait on the cluster, see `ray status`.
+        Ray does not report whether a call runs; `ray list tasks` does.
         """
-        total, live = await self.total(), self.calls.live
-        nodes = await cluster.ask(cluster.all_nodes)
-        now = self._loop.time()
+        total, nodes = await self.total(), await cluster.ask(cluster.all_nodes)
         return NodeStatus(
             total=total,
-            available=await self._free(total),
+            available=await self.available(),
             devices=(),
             workers=(),
-            tasks=tuple(_task(*item, now) for item in islice(live.items(), LISTED)),
-            waiting_count=sum(not call.is_sent for call in live.values()),
+            tasks=tuple(
+                TaskStatus(number, call.name, "sent", call.requested, None, NOT_TOLD)
+                for number, call in islice(self.calls.live.items(), LISTED)
+            ),
+            waiting_count=0,
             shapes=(),
             shape_count=0,
             reservation=None,
             nodes=tuple(
-                Machine(node.id, node.host, node.is_alive, public_resources(node.total))
+                Machine(
+                    node.id,
+                    node.host,
+                    node.is_alive,
+                    resources.public_resources(node.total),
+                )
                 for node in nodes
             ),
         )
 
     async def why(self, task: int) -> Why | None:
-        """Return the state of a call, an actor or a group; see `Engine.why`."""
-        self._check_answering()
+        """Return the state of a call, an actor or a placement; see `Engine.why`."""
         own = self._own.get(task)
         if own is not None:
-            call, request = self.calls.live.get(task), own.spec.request().as_numbers()
-            if call is None:
-                return Why(own.spec.name, task, "running", request=request)
-            seconds = self._loop.time() - call.since
-            return Why(own.spec.name, task, "waiting", seconds, request)
-        of_actor = (n for n, call in self.calls.live.items() if call.actor == task)
-        return self.calls.why(next(of_actor, task))
+            state = "running" if own.is_placed else "waiting"
+            request = own.spec.request().as_numbers()
+            return Why(own.spec.name, task, state, request=request)
+        for number, call in self.calls.live.items():
+            if task in (number, call.actor):
+                seconds = self._loop.time() - call.since
+                notes = [] if call.group is None else [f"in {call.group}"]
+                if call.stream is not None and call.stream.is_held:
+                    notes.append("it runs, and waits for its consumer to take items")
+                return Why(
+                    call.name,
+                    task,
+                    "sent",
+                    seconds,
+                    request=call.requested,
+                    notes=tuple(notes),
+                )
+        return None
 
     async def why_task(self, number: int) -> Why | None:
         """Return the same for a number of `status()`; see `Engine.why_task`."""
@@ -578,12 +537,12 @@ class RayEngine:
 
     async def close(self) -> None:
         """Stop this program's calls and actors, and leave the cluster."""
-        if self._watch_task is not None:
-            self._watch_task.cancel()
+        for task in list(self._tasks):
+            task.cancel()
         if self._is_open:
             self._is_open = False
             self.actors.close()
-            self._fail_groups(
+            self._fail_placements(
                 NodeClosedError("the node of this placement was shut down.")
             )
             for number, call in list(self.calls.live.items()):
@@ -591,9 +550,8 @@ class RayEngine:
                 self.calls.cancel(number, NodeClosedError(message))
             await self._await_stopped()
             for own in self._own.values():
-                group = self._groups.get(own.spec.key)
-                if group is not None:
-                    cluster.remove_placement_group(group)
+                if own.group.done():
+                    _remove_group(own.group)
             self._own.clear()
         await connection.close(self)
 
@@ -631,15 +589,6 @@ def _too_late(spec: TaskSpec) -> TaskTimeoutError:
     )
 
 
-def _pack_nothing(_value: Any, _ref: object) -> bytes:
-    return b""
-
-
-def _task(task: int, call: PendingCall, now: float) -> TaskStatus:
-    request = {} if call.request is None else call.request.as_numbers()
-    age = span(now - call.since)
-    if call.is_sent:
-        reason = f"sent to Ray {age} ago, which does not tell whether it runs"
-        return TaskStatus(task, call.name, "sent", request, None, reason)
-    reason = f"waits for its arguments: {age}"
-    return TaskStatus(task, call.name, "expecting", request, None, reason)
+def _remove_group(group: asyncio.Future[Any]) -> None:
+    if not group.cancelled() and group.exception() is None:
+        cluster.remove_placement_group(group.result())

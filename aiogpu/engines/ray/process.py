@@ -504,11 +504,10 @@ _END: Final = object()
 
 HIDING: Final = {
     GPU: "CUDA_VISIBLE_DEVICES",
-    cluster.NEURON_CORES: "NEURON_RT_VISIBLE_CORES",
+    "neuron_cores": "NEURON_RT_VISIBLE_CORES",
 }
 """The variables that hide devices, by kind; Ray sets them for tasks with devices."""
 _retry_rules: Final = RetryRules()
-_adopted: Final[set[tuple[str, ...]]] = set()
 
 
 class RemoteCode:
@@ -527,7 +526,6 @@ class RemoteCode:
         self,
         func: FunctionSpec,
         resources: Mapping[str, float],
-        kinds: Sequence[str],
         make_engine: EngineFactory,
     ) -> None:
         """Describe a function.
@@ -535,7 +533,6 @@ class RemoteCode:
         Args:
             func: the function or class.
             resources: its resources.
-            kinds: the kinds of devices that the cluster has.
             make_engine: makes the engine for its code.
         """
         self.name = func.spec.name
@@ -545,9 +542,8 @@ class RemoteCode:
         self.groups = {} if func.actor is None else dict(func.actor.groups)
         self.functions = Functions()
         self.functions.payloads[0] = func.function.payload
-        self._kinds = tuple(kinds)
         self._make_engine = make_engine
-        self._search_path = tuple(os.path.abspath(place) for place in sys.path)
+        self._search_path = [os.path.abspath(place) for place in sys.path]
 
     def __repr__(self) -> str:
         return f"<RemoteCode {self.name}>"
@@ -557,13 +553,11 @@ class RemoteCode:
 
         Ray has set the variables of assigned devices.
         """
-        if self._search_path not in _adopted:
-            _adopted.add(self._search_path)
-            for place in self._search_path:
-                if place not in sys.path and os.path.exists(place):
-                    sys.path.append(place)
+        for place in self._search_path:
+            if place not in sys.path and os.path.exists(place):
+                sys.path.append(place)
         devices = cluster.accelerators()
-        for kind in {GPU, *self._kinds} & set(HIDING) - set(devices):
+        for kind in set(HIDING) - set(devices):
             if not is_left_alone(HIDING[kind], os.environ):
                 os.environ[HIDING[kind]] = ""
         if not is_left_alone(HIDING[GPU], os.environ):

@@ -14,12 +14,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
 from aiogpu.core.model import units
 from aiogpu.core.model.text import SHOWN, terms
-from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
+from aiogpu.core.model.units import CPU, GPU, MEMORY, UNIT
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import NAMESPACE, ClusterNode
 from aiogpu.engines.ray.values import RetriedFailure
@@ -28,7 +28,7 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.core.model.request import Request, TaskSpec
+    from aiogpu.core.model.request import Request
 
 # Options
 
@@ -38,22 +38,62 @@ WAITING_CALLS: Final = 10_000
 """Waiting calls in the process of an actor with coroutines, at most."""
 METHODS_GROUP: Final = "aiogpu calls"
 """Ray's group for methods of a threaded actor without a group."""
-CLOSEST: Final = {
-    "priority": "Ray starts tasks in its own order; give urgent tasks a custom "
-    "resource of their own, by resources=",
-    "gpu_memory": "ask for a share of a GPU, by num_gpus=0.5; or name the memory of "
-    "the cluster's GPUs once, by init(address='ray', gpu_memory='80GiB')",
-    "gpu_where": "accelerator_type= names a type of GPU, and label_selector= a node",
-    "gpu_strategy='spread'": "Ray packs the shares of a device; "
-    "scheduling_strategy='SPREAD' spreads tasks over the nodes",
-    "retry_oom": "retry_exceptions=[aiogpu.GpuOutOfMemoryError] retries the task",
-    "any_of": "aiogpu.available_resources() says what is free, and .options(...) "
-    "asks for it",
-    "run_timeout": "timeout= limits the time since .remote()",
-    "evict_after": "aiogpu.kill() ends an idle actor, whose resources are then free",
-    "stop_grace": "cancel_grace= is the time from a cancel to the kill",
+REFUSED: Final[dict[str, tuple[Callable[[FunctionSpec], object], str]]] = {
+    "priority": (
+        lambda func: func.spec.priority,
+        "Ray starts tasks in its own order; give urgent tasks a custom resource of "
+        "their own, by resources=",
+    ),
+    "gpu_memory": (
+        lambda func: func.spec.shape.request.gpu_memory,
+        "ask for a share of a GPU, by num_gpus=0.5; or name the memory of the "
+        "cluster's GPUs once, by init(address='ray', gpu_memory='80GiB')",
+    ),
+    "gpu_where": (
+        lambda func: func.spec.shape.request.where,
+        "accelerator_type= names a type of GPU, and label_selector= a node",
+    ),
+    "gpu_strategy='spread'": (
+        lambda func: func.spec.shape.request.spread,
+        "Ray packs the shares of a device; scheduling_strategy='SPREAD' spreads tasks "
+        "over the nodes",
+    ),
+    "retry_oom": (
+        lambda func: func.spec.retries_oom,
+        "retry_exceptions=[aiogpu.GpuOutOfMemoryError] retries the task",
+    ),
+    "any_of": (
+        lambda func: func.spec.alternatives,
+        "aiogpu.available_resources() says what is free, and .options(...) asks for it",
+    ),
+    "run_timeout": (
+        lambda func: (
+            func.spec.run_timeout is not None or (func.actor and func.actor.run_limits)
+        ),
+        "timeout= limits the time since .remote()",
+    ),
+    "evict_after": (
+        lambda func: func.spec.is_evictable,
+        "aiogpu.kill() ends an idle actor, whose resources are then free",
+    ),
+    "stop_grace": (
+        lambda func: func.spec.stop_grace > 0,
+        "cancel_grace= is the time from a cancel to the kill",
+    ),
+    "lifetime='detached' for a task": (
+        lambda func: func.spec.is_detached and func.actor is None,
+        "Ray ends a task with the process that started it; an actor may be detached",
+    ),
+    "accelerator_type in a placement": (
+        lambda func: (
+            func.spec.shape.request.accelerator_type
+            and func.spec.shape.request.placement_group
+        ),
+        "the bundle asks for it, as for {'GPU': 1, 'accelerator_type:A100': 0.001}",
+    ),
 }
-"""What comes closest on Ray to options that it refuses."""
+"""For each option that Ray cannot do: whether a function uses it, and what comes
+closest on Ray."""
 
 
 def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
@@ -66,42 +106,17 @@ def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
     Raises:
         OptionError: Ray does not support an option.
     """
-    spec, request = func.spec, func.spec.shape.request
-    if spec.is_detached and func.actor is None:
-        raise OptionError(
-            f"{spec.name} asks for lifetime='detached'. Ray ends a task with the "
-            f"process that started it. Leave the option out, or use an actor with "
-            f"lifetime='detached'."
-        )
-    has_timed = func.actor is not None and bool(func.actor.run_limits)
-    unsupported = {
-        "priority": spec.priority != 0,
-        "gpu_memory": request.gpu_memory != 0 and not gpu_memory,
-        "gpu_where": request.where is not None,
-        "gpu_strategy='spread'": request.spread,
-        "retry_oom": spec.retries_oom,
-        "any_of": bool(spec.alternatives),
-        "run_timeout": spec.run_timeout is not None or has_timed,
-        "stop_grace": spec.stop_grace > 0,
-        "evict_after": spec.is_evictable,
-    }
-    if request.accelerator_type and request.placement_group is not None:
-        of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
-        raise OptionError(
-            f"{spec.name} asks for accelerator_type={request.accelerator_type!r} in a "
-            f"placement. On a Ray cluster the bundle asks for it, not the task: "
-            f'{{"GPU": 1, "{of_type}": 0.001}}.'
-        )
-    for option, is_requested in unsupported.items():
-        if is_requested:
-            refuse(spec, option)
+    for option, (is_used, _) in REFUSED.items():
+        is_known = option == "gpu_memory" and gpu_memory is not None
+        if is_used(func) and not is_known:
+            refuse(func.spec.name, option)
 
 
-def refuse(spec: TaskSpec, option: str) -> None:
+def refuse(name: str, option: str) -> NoReturn:
     """Raise `OptionError` for an option that Ray does not support."""
     raise OptionError(
-        f"{spec.name} asks for {option}, which a Ray cluster cannot do. Closest: "
-        f"{CLOSEST[option]}. Or run on a node of aiogpu's own (docs/from-ray.md)."
+        f"{name} asks for {option}, which a Ray cluster cannot do. Closest: "
+        f"{REFUSED[option][1]}. Or run on a node of aiogpu's own (docs/from-ray.md)."
     )
 
 
@@ -243,9 +258,6 @@ def actor_options(
 
 # Nodes
 
-DEVICES: Final = (GPU, cluster.NEURON_CORES, "TPU", "NPU", "HPU")
-"""Resources that are devices to Ray."""
-
 
 def public_resources(resources: Mapping[str, float]) -> dict[str, float]:
     """Return Ray's resources without its internal ones, sorted."""
@@ -262,12 +274,9 @@ def _parts(node: ClusterNode, name: str) -> int:
     return round(node.total.get(name, 0.0) * UNIT)
 
 
-def fits(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> bool:
+def fits(node: ClusterNode, requested: Mapping[str, int]) -> bool:
     """Return whether a node has all requested amounts, free or in use."""
-    return any(
-        all(_parts(node, name) >= requested[name] for name in requested)
-        for node in nodes
-    )
+    return all(_parts(node, name) >= parts for name, parts in requested.items())
 
 
 def room(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> int:
@@ -275,7 +284,6 @@ def room(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> int:
     return sum(
         min(_parts(node, name) // requested[name] for name in requested)
         for node in nodes
-        if requested
     )
 
 
@@ -306,13 +314,11 @@ class Overview:
     Attributes:
         nodes: the nodes.
         grows: an autoscaler may start nodes.
-        kinds: the kinds of devices that the cluster has, as far as is known.
     """
 
     def __init__(self, *, is_in_task: bool) -> None:
         self.nodes: Sequence[ClusterNode] = ()
         self.grows = False
-        self.kinds: tuple[str, ...] = ()
         self._is_in_task = is_in_task
 
     async def look(self, seconds: float = cluster.ANSWER_LIMIT) -> bool:
@@ -322,66 +328,49 @@ class Overview:
             NodeDiedError: the cluster does not answer within `seconds`.
         """
         before = {node.id for node in self.nodes}
-        self._note(*await cluster.ask(cluster.nodes_and_growth, seconds))
+        seen = await cluster.ask(cluster.nodes_and_growth, seconds)
+        self.nodes, self.grows = seen
         return not before <= {node.id for node in self.nodes}
 
-    def _note(self, nodes: Sequence[ClusterNode], grows: bool) -> None:
-        self.nodes, self.grows = nodes, grows
-        has = {name for node in self.nodes for name in node.total if node.total[name]}
-        self.kinds = tuple(kind for kind in DEVICES if kind in has)
+    def _may_fit(self, requested: Mapping[str, int], on_one_node: bool) -> bool:
+        places = self.nodes if on_one_node else [ClusterNode("", self.total())]
+        return self.grows or any(fits(place, requested) for place in places)
 
-    def may_run(self, request: Request) -> bool:
-        """Return whether a node fits a request, or may be started."""
-        return self._holds(lambda: fits(self.nodes, amounts(request)))
+    def check(self, name: str, request: Request, *, on_one_node: bool = True) -> None:
+        """Check that the nodes can meet a request when they are idle.
 
-    def _holds(self, is_met: Callable[[], bool]) -> bool:
-        if self.grows or is_met():
-            return True
-        if not self._is_in_task:
-            return False
-        self._note(*cluster.nodes_and_growth())
-        return self.grows or is_met()
+        Args:
+            name: name of what asks for it.
+            request: the request.
+            on_one_node: one node must meet it; else all nodes together.
+
+        Raises:
+            InfeasibleError: they cannot.
+        """
+        requested = amounts(request)
+        if self._may_fit(requested, on_one_node):
+            return
+        if self._is_in_task:
+            self.nodes, self.grows = cluster.nodes_and_growth()
+            if self._may_fit(requested, on_one_node):
+                return
+        who = "no node of this Ray cluster can" if on_one_node else "its nodes cannot"
+        raise InfeasibleError(
+            f"{name} asks for {request}, which {who} give. There are "
+            f"{describe_nodes(self.nodes, requested)}. Ask for less, or add a node."
+        )
+
+    def total(self) -> dict[str, float]:
+        """Return the resources of all nodes together."""
+        total: dict[str, float] = {}
+        for node in self.nodes:
+            for name, amount in node.total.items():
+                total[name] = total.get(name, 0.0) + amount
+        return total
 
     def room_for(self, request: Request) -> int | None:
         """Return how many such requests fit at the same time; None for any number."""
         requested = amounts(request)
-        if not requested or (self.may_run(request) and self.grows):
-            return None
-        return room(self.nodes, requested)
-
-    def check_request(self, name: str, request: Request) -> None:
-        """Check that a node of the cluster can meet the request of the task `name`.
-
-        Raises:
-            InfeasibleError: no node can meet the request.
-        """
-        if self.may_run(request):
-            return
-        requested = amounts(request)
-        raise InfeasibleError(
-            f"{name} asks for {request}, which no node of this Ray cluster can give. "
-            f"There are {describe_nodes(self.nodes, requested)}. Ask for less, or add "
-            f"a node."
-        )
-
-    def check_together(self, name: str, requests: Sequence[Request]) -> None:
-        """Check that idle nodes can meet all requests at the same time.
-
-        Raises:
-            InfeasibleError: the nodes cannot meet all requests together.
-        """
-        requested: Counter[str] = Counter()
-        for request in requests:
-            requested.update(amounts(request))
-        if self._holds(
-            lambda: all(
-                sum(_parts(node, resource) for node in self.nodes) >= parts
-                for resource, parts in requested.items()
-            )
-        ):
-            return
-        raise InfeasibleError(
-            f"{name} asks for bundles that do not all fit at once on this Ray cluster. "
-            f"There are {describe_nodes(self.nodes, requested)}. Ask for less, or add "
-            f"a node."
-        )
+        if self._is_in_task:
+            self.nodes, self.grows = cluster.nodes_and_growth()
+        return room(self.nodes, requested) if requested and not self.grows else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from aiogpu import errors
@@ -33,22 +33,16 @@ from aiogpu.wire.messages import Failed, ProtocolError
 from aiogpu.worker.invoke import OWN_FRAMES, Raised
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 
 
 class Terms(NamedTuple):
-    """The terms of an actor's calls; see `ActorTerms`.
-
-    `mode` is FOREIGN for an actor that a plain Ray program has made.
-    """
+    """The terms of an actor's calls; see `ActorTerms`."""
 
     mode: str
-    limits: Mapping[str, int] = {}
-    groups: Mapping[str, str] = {}
+    groups: Mapping[str, str]
 
 
-FOREIGN: Final = "foreign"
 IN_STORE: Final = 1
 """Used as a segment's id: the pickle and its buffers are in Ray's store."""
 
@@ -223,13 +217,14 @@ class ActorReference:
         id: its number, the same in all processes.
         handle: Ray's handle.
         terms: the terms of its calls.
-        func: its class; None while no loop of this process has a handle.
     """
+
+    is_pending: ClassVar[bool] = False
+    """As of a `SharedValue`: Ray knows every actor that has a handle."""
 
     id: int
     handle: Handle
     terms: Terms
-    func: FunctionSpec | None = None
 
 
 def number_of(actor_id: str) -> int:
@@ -247,22 +242,16 @@ def refer_to(handle: Handle, terms: Terms) -> ActorReference:
 class SharedValue:
     """A value to which handles refer, in one process.
 
-    It is an object in Ray's store, a small payload in this process, or a failure. Until
-    its task is sent, it is pending.
-
     Attributes:
         id: other processes request it by this id.
-        ref: its object; None if it has none.
-        payload: the payload, if it is in this process.
-        failed: the failure, if there is no value.
+        content: its object in Ray's store, or its payload in this process, or why there
+            is no value; None until its task is sent.
         task: number of this process's call that produces it; 0 for other values.
         part: index among several results of this call; -1 for the whole result.
     """
 
     id: int = field(default_factory=lambda: next(_ids))
-    ref: Ref | None = None
-    payload: bytes | None = None
-    failed: Failed | None = None
+    content: Ref | bytes | Failed | None = None
     task: int = 0
     part: int = -1
     _callbacks: list[Callable[[], object]] = field(default_factory=list)
@@ -276,7 +265,20 @@ class SharedValue:
     @property
     def is_pending(self) -> bool:
         """True until its task is sent or has failed."""
-        return self.ref is None and self.payload is None and self.failed is None
+        return self.content is None
+
+    @property
+    def is_here(self) -> bool:
+        """True if this process has the value, or knows why there is none."""
+        return isinstance(self.content, bytes | Failed)
+
+    @property
+    def ref(self) -> Ref | None:
+        """Its object in Ray's store; None if it has none."""
+        source = source_of(self.content)
+        if source is not None:
+            return source.ref
+        return None if self.is_here else self.content
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Call when the value is no longer pending; now, if it is not."""
@@ -286,49 +288,38 @@ class SharedValue:
             callback()
 
     def set_ref(self, ref: Ref) -> None:
-        """Set its object, which may not exist yet, unless the value was revoked."""
+        """Set its object, which may not exist yet, unless the content is known."""
         if self.is_pending:
-            self.ref = ref
-            self._run_callbacks()
+            self._replace(ref)
 
     def set_outcome(self, outcome: bytes | Failed | BaseException) -> None:
-        """Set the outcome of its task, unless Ray has the task."""
-        if not self.is_pending:
-            return
-        if isinstance(outcome, bytes):
-            self.payload = outcome
-            source = source_of(outcome)
-            self.ref = None if source is None else source.ref
-        elif isinstance(outcome, Failed):
-            self.failed = outcome
-        else:
-            self.failed = pack_failure(0, RAISED, outcome, OWN_FRAMES)
-        self._run_callbacks()
+        """Set the outcome of its task, unless the value is here.
 
-    def revoke(self, failed: Failed) -> None:
-        """Fail later requests for the value, unless the payload has arrived."""
-        if self.payload is None:
-            self.ref, self.failed = None, failed
-            self._run_callbacks()
+        Later calls with it get this outcome, even if Ray has another.
+        """
+        if isinstance(outcome, BaseException):
+            outcome = pack_failure(0, RAISED, outcome, OWN_FRAMES)
+        if not self.is_here:
+            self._replace(outcome)
 
-    def _run_callbacks(self) -> None:
+    def _replace(self, content: Ref | bytes | Failed) -> None:
+        self.content = content
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def as_argument(self) -> Any:
         """Return its argument for Ray; Ray resolves objects to their values."""
-        if self.ref is not None:
-            return self.ref
-        if self.failed is not None:
-            return self.failed
-        assert self.payload is not None, self
-        return to_stored(self.payload)
+        ref = self.ref
+        if ref is not None or isinstance(self.content, Failed):
+            return ref or self.content
+        assert isinstance(self.content, bytes), self
+        return to_stored(self.content)
 
     def as_ref(self) -> Ref:
         """Return its object; put the value into the store if it has none."""
         if self.ref is None:
-            self.ref = cluster.put(self.as_argument())
+            self.content = cluster.put(self.as_argument())
         return self.ref
 
 
@@ -358,13 +349,11 @@ class PayloadSource:
 
     Attributes:
         ref: its object in Ray's store; None if it is not in the store.
-        references: the values to which the pickle holds handles.
-        actors: the actors to which the pickle holds handles.
+        references: the values and actors to which the pickle holds handles.
     """
 
     ref: Ref | None
-    references: tuple[SharedValue, ...]
-    actors: tuple[ActorReference, ...]
+    references: tuple[SharedValue | ActorReference, ...]
 
     def views(self, _contents: Contents) -> list[memoryview]:
         """Return the pickle and its buffers from the store; see `Source`."""
@@ -375,7 +364,7 @@ class PayloadSource:
         ]
 
 
-def source_of(payload: bytes | None) -> PayloadSource | None:
+def source_of(payload: object) -> PayloadSource | None:
     """Return the source of a payload; None for a plain pickle."""
     source = payload.source if type(payload) is Payload else None
     return source if isinstance(source, PayloadSource) else None
@@ -387,16 +376,8 @@ def _payload_of(
     needs: tuple[SharedValue, ...] = (),
     ref: Ref | None = None,
 ) -> Payload:
-    actors = tuple(
-        reference for reference in references if isinstance(reference, ActorReference)
-    )
-    values = tuple(
-        reference
-        for reference in references
-        if not isinstance(reference, ActorReference)
-    )
-    source = PayloadSource(ref, values, actors)
-    return Payload.of(contents, (*references,), source, needs, MARK)
+    source = PayloadSource(ref, (*references,))
+    return Payload.of(contents, source.references, source, needs, MARK)
 
 
 def pack(outgoing: PickledValue) -> Payload:
@@ -440,11 +421,15 @@ def to_stored(payload: bytes) -> Any:
     if source is None:
         return payload
     contents = payload.contents  # type: ignore[attr-defined]
-    references = tuple(
-        (reference.id, reference.as_ref()) for reference in source.references
+    references, actors = [], []
+    for reference in source.references:
+        if isinstance(reference, ActorReference):
+            actors.append((reference.handle, reference.terms))
+        else:
+            references.append((reference.id, reference.as_ref()))
+    return StoredValue(
+        contents.stream, contents.buffers, tuple(references), tuple(actors)
     )
-    actors = tuple((reference.handle, reference.terms) for reference in source.actors)
-    return StoredValue(contents.stream, contents.buffers, references, actors)
 
 
 def to_arguments(payload: bytes) -> tuple[Any, ...]:
@@ -471,8 +456,7 @@ def from_stored(stored: Any, ref: Ref | None = None) -> bytes:
     for identity, ref_of_value in stored.references:
         value = _values.get(identity)
         if value is None:
-            value = SharedValue(identity)
-            value.set_ref(ref_of_value)
+            value = SharedValue(identity, ref_of_value)
         references.append(value)
     references += [refer_to(*actor) for actor in stored.actors]
     contents = Contents(
