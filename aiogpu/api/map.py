@@ -406,7 +406,9 @@ class MapWindow(LoopSource, Generic[R]):
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._async = None
+            # A cancelled task refers to this frame, and so to the iterable: with the
+            # window it would be a cycle, and the iterable would not end at once.
+            self._async = self.reader = None
             self.notify()
 
     def _submit(self, item: Any) -> None:
@@ -640,7 +642,7 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
         """
         self._end(self.CLOSED)
         reader = self._window.reader
-        if reader is not None and not reader.done():
+        if reader is not None:
             await asyncio.wait([reader])
 
     def _end(self, how: str) -> None:
