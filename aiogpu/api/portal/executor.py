@@ -73,7 +73,9 @@ class Executor(concurrent.futures.Executor):
 
     A function runs as it is when it is submitted, with the outer variables, globals and
     defaults of that moment. A function of a module is sent by its name. Like the
-    library's executors, it lets the program end only when its calls have ended.
+    library's executors, it lets the program end only when its calls have ended; on
+    Python 3.12.0 to 3.12.2, which start no thread at that time (CPython's gh-113964),
+    end it by `with` or `shutdown()`.
 
     Args:
         **options: options of a task, such as `num_gpus=0.25`.
