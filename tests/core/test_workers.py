@@ -335,6 +335,16 @@ def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
     w.check()
 
 
+def test_worker_that_is_not_outdone_takes_over_another_function():
+    w = World(cpus=1, took=1e-5).play("submit a1 function=1; submit b1 b2 function=2")
+    worker = w.worker_of("a1")
+    outdone(w).play("finish a1")
+    assert w.worker_of("b1") == worker
+    outdone(w, worker).play("finish b1")
+    assert w.worker_of("b2") == worker, "it has the modules since b1"
+    w.check()
+
+
 def test_task_is_not_sent_ahead_to_a_worker_that_is_outdone():
     w = World(cpus=1, took=1e-5).play("""
         submit a0 function=1; finish a0; submit b function=2
