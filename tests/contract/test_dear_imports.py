@@ -177,6 +177,7 @@ def test_later_runs_of_a_program_import_once(
     """Also what the zygote's import of another module brings at no cost of its own."""
     packages.write("small_lib", seconds=0.02)
     packages.write("dear_lib", f"import {also}\n{LIBRARY}")
+    modules = {"dear_lib", "late_lib", also} - {"sys"}
     for count in (2, 3, 4, 5):
         out = run(
             PROGRAM.format(also=also),
@@ -185,7 +186,7 @@ def test_later_runs_of_a_program_import_once(
             AIOGPU_IMPORT_CACHE="on",
         )
         assert out.split() == [str(2 * i) for i in range(16)]
-        assert packages.imports["dear_lib"] == packages.imports["late_lib"] == count
+        assert packages.imports == dict.fromkeys(modules, count)
 
 
 OTHER_USE = """

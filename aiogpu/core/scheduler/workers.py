@@ -297,7 +297,9 @@ class Workers:
 
     def spare(self, environment: Environment) -> WorkerRecord | None:
         """Return the clean worker that is idle for the longest time, or None."""
-        return next(iter(self._clean.get(environment, {}).values()), None)
+        if environment not in self._clean:
+            return None
+        return next(iter(self._clean[environment].values()))
 
     def take_unclaimed(self, environment: Environment) -> WorkerRecord | None:
         """Remove a starting worker without a task and return it, or None."""
@@ -321,8 +323,11 @@ class Workers:
 
     def spares(self, environment: Environment) -> int:
         """Return the number of clean workers without a task, starting ones included."""
-        clean = self._clean.get(environment, ())
-        return len(clean) + len(self._unclaimed.get(environment, ()))
+        count = 0
+        for idle in (self._clean, self._unclaimed):
+            if environment in idle:
+                count += len(idle[environment])
+        return count
 
     def clean(self, environment: Environment) -> list[WorkerRecord]:
         """Return the clean idle workers."""

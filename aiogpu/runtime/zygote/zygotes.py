@@ -152,7 +152,10 @@ class Zygotes:
         """Return the modules that calls of a function import, as far as known."""
         if not self.config.learns:
             return set()
-        return {*function.modules, *self._late.get(function.name, ())}
+        needs = {*function.modules}
+        if function.name in self._late:
+            needs |= self._late[function.name]
+        return needs
 
     def have_more(
         self, zygote: Zygote, imported: Container[str], function: Function
@@ -164,14 +167,10 @@ class Zygotes:
             imported: what the worker has imported itself.
             function: the function that it would run.
         """
-        there = zygote.modules
-        missing = [
-            name
-            for name in self._needs_of(function)
-            if name not in there and name not in imported
-        ]
+        missing = self._needs_of(function) - zygote.modules
         if not missing:
             return False
+        missing = {name for name in missing if name not in imported}
         generations = self._environments.get(zygote.environment)
         return generations is not None and any(map(generations.offers, missing))
 

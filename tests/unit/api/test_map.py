@@ -204,6 +204,32 @@ async def test_dropped_map_ends_its_async_iterable(engine: FakeEngine) -> None:
     assert asyncio.all_tasks() == before
 
 
+async def test_dropped_map_ends_the_generator_that_it_does_not_read(
+    engine: FakeEngine,
+) -> None:
+    """Without the garbage collector's help."""
+    ended = []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            for number in range(1, 9):
+                yield number
+        finally:
+            ended.append(number)
+
+    results = train.map(numbers(), limit=1)
+    task = await started(anext(results))
+    engine.answer(1)
+    assert await task == 1
+    gc.disable()
+    try:
+        del results, task
+        await turns(10)
+        assert ended == [2]
+    finally:
+        gc.enable()
+
+
 # Refusals, and the length.
 
 
